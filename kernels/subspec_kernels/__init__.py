@@ -1,0 +1,1 @@
+"""Kernels of SubSpec: one folder an operation, the plain torch reference in each."""

@@ -1,0 +1,1 @@
+"""Draft trees: their state, and how they grow."""

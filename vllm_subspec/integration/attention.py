@@ -1,0 +1,170 @@
+"""vLLM's CPU attention, plus the two cases it lacks: tree nodes, and drafts with own KV.
+
+Metadata of a class of ours marks those cases; everything else passes through. Registered over
+``CPU_ATTN`` by vLLM's own ``register_backend`` (v1/attention/backends/registry.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from subspec_kernels.kv_cache import gather_context, gather_slots
+from subspec_kernels.tree_attention import tree_attention
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_subspec.draft.scratch import DraftScratch
+from vllm_subspec.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """One request's tree within the batch's tokens.
+
+    Attributes:
+        start: index of the root among the batch's tokens; its nodes follow in level order.
+        batch_row: the request's row of the block table.
+        num_context: positions before the root.
+        mask: bool [n + 1, n + 1], true at a row itself and at its ancestors.
+        depths: int64 [n + 1], levels below the root.
+    """
+
+    start: int
+    batch_row: int
+    num_context: int
+    mask: torch.Tensor
+    depths: torch.Tensor
+
+
+@dataclass
+class TreeAttentionMetadata(CPUAttentionMetadata):
+    """vLLM's metadata of a batch in which some requests verify a tree wider than a chain."""
+
+    trees: list[TreeRows] = field(default_factory=list)
+
+
+@dataclass
+class DraftAttentionMetadata:
+    """A draft step: the scratch holds the context and the nodes' own keys and values."""
+
+    scratch: DraftScratch
+    layer: int
+
+
+class SubSpecCPUAttentionBackend(CPUAttentionBackend):
+    """``CPU_ATTN`` with tree nodes and draft steps."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return SubSpecCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return SubSpecCPUAttentionMetadataBuilder
+
+
+class SubSpecCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Keeps the cache in the plain layout: AMX packs keys in a way that we cannot read."""
+
+    def _set_isa_to_layers(self, layer_names: list[str]) -> None:
+        if self.isa == "amx":
+            self.isa = "vec"
+        if self.isa not in ("vec", "vec16"):
+            raise UnsupportedError(
+                f"attention kernel {self.isa!r} keeps the KV cache in a layout that SubSpec does "
+                f"not read yet; it runs on x86 CPUs. Turn SubSpec off on this machine."
+            )
+        super()._set_isa_to_layers(layer_names)
+
+
+class SubSpecCPUAttentionImpl(CPUAttentionBackendImpl):
+    """Dispatches on the metadata's class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, used in (
+            ("ALiBi", self.alibi_slopes is not None),
+            ("attention sinks", self.sinks is not None),
+            ("an fp8 KV cache (use --kv-cache-dtype auto)", self.is_fp8_kv_cache),
+            ("KV sharing between layers", self.kv_sharing_target_layer_name is not None),
+        ):
+            if used:
+                raise UnsupportedError(f"SubSpec does not draft through {name} yet")
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if type(attn_metadata) is DraftAttentionMetadata:
+            return self._draft(query, key, value, attn_metadata, output)
+        args = (output, output_scale, output_block_scale)
+        super().forward(layer, query, key, value, kv_cache, attn_metadata, *args)
+        if type(attn_metadata) is TreeAttentionMetadata:
+            for tree in attn_metadata.trees:
+                self._verify(query, kv_cache, attn_metadata, tree, output)
+        return output
+
+    def _draft(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: DraftAttentionMetadata,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        scratch = metadata.scratch
+        keys, values = scratch.append(metadata.layer, key, value)
+        out = tree_attention(
+            query.view(scratch.num_requests, -1, self.num_heads, self.head_size),
+            keys,
+            values,
+            scratch.mask(self.sliding_window),
+            self.scale,
+            self.logits_soft_cap,
+        )
+        output.view_as(out).copy_(out)
+        return output
+
+    def _verify(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TreeAttentionMetadata,
+        tree: TreeRows,
+        output: torch.Tensor,
+    ) -> None:
+        rows = slice(tree.start, tree.start + len(tree.depths))
+        num_context, num_rows = tree.num_context, len(tree.depths)
+        shape = (self.num_kv_heads, num_context + num_rows, self.head_size)
+        keys, values = query.new_empty(shape), query.new_empty(shape)
+        block_ids = metadata.block_table[tree.batch_row].to(torch.int64)
+        gather_context(
+            kv_cache, block_ids, num_context, keys[:, :num_context], values[:, :num_context]
+        )
+        node_keys, node_values = gather_slots(kv_cache, metadata.slot_mapping[rows])
+        keys[:, num_context:] = node_keys.transpose(0, 1)
+        values[:, num_context:] = node_values.transpose(0, 1)
+        mask = torch.ones(num_rows, num_context + num_rows, dtype=torch.bool)
+        mask[:, num_context:] = tree.mask
+        if self.sliding_window > 0:
+            positions = torch.cat([torch.arange(num_context), num_context + tree.depths])
+            mask &= positions[None] > positions[num_context:, None] - self.sliding_window
+        out = tree_attention(
+            query[rows][None], keys[None], values[None], mask[None], self.scale,
+            self.logits_soft_cap,
+        )
+        output[rows] = out[0]

@@ -1,0 +1,97 @@
+"""One module tree, two views (design D1): a linear that computes as target or as shadow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+
+from vllm_subspec.errors import UnsupportedError
+from vllm_subspec.shadow import ShadowLinear
+
+
+SHADOW_DTYPE = torch.bfloat16
+"""Activations of the shadow's kernels, whatever the target's dtype."""
+
+
+class View:
+    """Which view of the module tree computes now; shared by every wrapped linear and hook."""
+
+    def __init__(self) -> None:
+        self.drafting = False
+
+    @contextmanager
+    def draft(self) -> Iterator[None]:
+        """Compute with shadows inside the block; stream hooks stay still."""
+        self.drafting = True
+        try:
+            yield
+        finally:
+            self.drafting = False
+
+
+class ShadowedLinearMethod(LinearMethodBase):
+    """Wraps a plain linear's method: target weights in target view, the shadow in draft view.
+
+    ``weight`` is the streamed weight while its layer is on the fast tier; ``None`` means that the
+    wrapped method holds the weight itself (a layer that is not streamed).
+    """
+
+    def __init__(self, inner: LinearMethodBase, view: View, streamed: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.view = view
+        self.streamed = streamed
+        self.weight: torch.Tensor | None = None
+        self.shadow: ShadowLinear | None = None
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.inner.create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Repack a weight that stays; a streamed one already lies in its spill as it is."""
+        if not self.streamed:
+            self.inner.process_weights_after_loading(layer)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self.view.drafting and self.shadow is not None:
+            # torch's low-bit CPU kernels are 20-40 times slower in fp32 and fp16 than in bf16.
+            y = self.shadow(x.to(SHADOW_DTYPE)).to(x.dtype)
+            return y if bias is None else y + bias
+        if self.streamed:
+            if self.weight is None:
+                raise RuntimeError("a streamed linear was called while its layer is not acquired")
+            return F.linear(x, self.weight, bias)
+        return self.inner.apply(layer, x, bias)
+
+
+def plain_linears(layer: torch.nn.Module, name: str) -> dict[str, LinearBase]:
+    """The layer's linears by relative name.
+
+    Raises:
+        UnsupportedError: one of them is quantised, or the layer holds weights that are no linears.
+    """
+    linears = {
+        child: module for child, module in layer.named_modules() if isinstance(module, LinearBase)
+    }
+    for child, module in linears.items():
+        if type(module.quant_method) is not UnquantizedLinearMethod:
+            raise UnsupportedError(
+                f"{name}.{child} is quantised ({type(module.quant_method).__name__}): SubSpec "
+                f"makes its own low-bit shadow of an unquantised target. Serve the BF16, FP16 or "
+                f"FP32 checkpoint, or turn SubSpec off."
+            )
+    inside = {id(p) for module in linears.values() for p in module.parameters()}
+    for parameter_name, parameter in layer.named_parameters():
+        if id(parameter) not in inside and parameter.dim() > 1:
+            raise UnsupportedError(
+                f"{name}.{parameter_name} {tuple(parameter.shape)} is no plain linear (mixture of "
+                f"experts and the like): SubSpec streams and shadows plain linears only."
+            )
+    return linears

@@ -1,0 +1,237 @@
+"""Shadows and streaming as a vLLM offloader (design D5): weights leave RAM as they load."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.offloader import BaseOffloader
+
+from vllm_subspec import envs
+from vllm_subspec.config import SubSpecConfig
+from vllm_subspec.errors import UnsupportedError
+from vllm_subspec.integration.linear import (
+    SHADOW_DTYPE,
+    ShadowedLinearMethod,
+    View,
+    plain_linears,
+)
+from vllm_subspec.plan import Placement, place
+from vllm_subspec.shadow import ShadowCache, ShadowSettings, build_shadows
+from vllm_subspec.stream import (
+    DiskStore,
+    LayerStreamer,
+    SpillLayout,
+    SpillWriter,
+    StreamStatistics,
+    TensorSpec,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Layer:
+    """One decoder layer while its weights load."""
+
+    module: nn.Module
+    linears: dict[str, LinearBase]
+    missing: dict[str, int] = field(default_factory=dict)  # linear -> elements still to load
+    done: bool = False
+
+
+class SubSpecOffloader(BaseOffloader):
+    """Takes each decoder layer's weights as they load, shadows them, and streams them back.
+
+    A layer is finished as soon as its last shard arrived: its linears become shadows, its weights
+    go to the spill and leave RAM, so loading needs about one layer above the budget
+    (vLLM model_executor/offloader/base.py gives the seams).
+    """
+
+    def __init__(self, config: SubSpecConfig, vllm_config: VllmConfig, rank: int) -> None:
+        self.config = config
+        self.view = View()
+        self.streamer: LayerStreamer | None = None
+        self._dtype: torch.dtype = vllm_config.model_config.dtype
+        self._model = str(vllm_config.model_config.model)
+        self._revision = vllm_config.model_config.revision or ""
+        self._rank = rank
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._layers: list[_Layer] = []
+        self._placement: Placement | None = None
+        self._writer: SpillWriter | None = None
+        self._cache = ShadowCache(envs.cache_dir() / "shadows")
+        self._progress: Any = None
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def wrap_modules(
+        self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
+    ) -> list[nn.Module]:
+        """Wrap every linear of the decoder layers.
+
+        Raises:
+            UnsupportedError: quantised linears, no linears, or more than one stack of layers.
+        """
+        modules = list(modules_generator)
+        if self._layers:
+            raise UnsupportedError(
+                "this model has more than one stack of decoder layers (encoder-decoder, or a "
+                "multi-modal tower): SubSpec serves decoder-only text models"
+            )
+        self._placement = place(len(modules), self.config.resident_layers, self.config.slots)
+        for index, module in enumerate(modules):
+            linears = plain_linears(module, f"layer {index}")
+            self._layers.append(_Layer(module, linears))
+        if not any(layer.linears for layer in self._layers):
+            raise UnsupportedError("the model's decoder layers hold no plain linears to shadow")
+        if self.config.stream != "off":
+            self._open_spill()
+        for index in range(len(modules)):
+            self._wrap_layer(index)
+        return modules
+
+    def _streams(self, index: int) -> bool:
+        assert self._placement is not None
+        return self.config.stream != "off" and self._placement.is_streamed(index)
+
+    def _wrap_layer(self, index: int) -> None:
+        layer = self._layers[index]
+        assert self._placement is not None
+        if not self._placement.is_streamed(index):
+            layer.done = True  # resident: the draft uses the target's own weights
+            return
+        for name, linear in layer.linears.items():
+            method = ShadowedLinearMethod(linear.quant_method, self.view, self._streams(index))
+            linear.quant_method = method
+            weight = linear.weight
+            layer.missing[name] = weight.numel() * self._ranks
+            weight.weight_loader = self._counting(index, name, weight.weight_loader)
+        if self._streams(index):
+            layer.module.register_forward_pre_hook(lambda *_: self._acquire(index))
+            layer.module.register_forward_hook(lambda *_: self._release(index))
+
+    def _counting(self, index: int, name: str, load: Callable[..., Any]) -> Callable[..., Any]:
+        """The parameter's own loader, which also notices when its layer is complete.
+
+        Under tensor parallelism a loader gets unsharded weights, so the count is of those; where
+        that is not exact (replicated KV heads), `post_init` finishes the layer.
+        """
+
+        def load_and_count(param: Any, loaded_weight: torch.Tensor, *args: Any, **kw: Any) -> Any:
+            result = load(param, loaded_weight, *args, **kw)
+            layer = self._layers[index]
+            layer.missing[name] -= loaded_weight.numel()
+            if not layer.done and all(left == 0 for left in layer.missing.values()):
+                self._finish_layer(index)
+            return result
+
+        return load_and_count
+
+    def _finish_layer(self, index: int) -> None:
+        layer = self._layers[index]
+        layer.done = True
+        weights = {name: linear.weight.data for name, linear in layer.linears.items()}
+        if self.config.speculate:
+            settings = ShadowSettings(
+                self.config.bits, self.config.group_size, self.config.quantizer
+            )
+            shadows, cached = build_shadows(
+                weights, settings, SHADOW_DTYPE, self._cache, f"layer {index}"
+            )
+            for name, shadow in shadows.items():
+                layer.linears[name].quant_method.shadow = shadow
+            self._advance_progress(cached)
+        if self._writer is not None and self._streams(index):
+            self._writer.put(index, weights)
+            for linear in layer.linears.values():
+                linear.weight.data = linear.weight.data.new_empty(0)
+
+    def _advance_progress(self, cached: bool) -> None:
+        assert self._placement is not None
+        if self._progress is None:
+            self._progress = tqdm(total=len(self._placement.streamed), desc="Shadow layers")
+        self._progress.set_postfix_str("from cache" if cached else "quantised")
+        self._progress.update()
+
+    # -- the spill -------------------------------------------------------------------------------
+
+    def _layout(self) -> SpillLayout:
+        assert self._placement is not None
+        return SpillLayout.of(
+            [
+                [
+                    TensorSpec(name, tuple(linear.weight.shape), linear.weight.dtype)
+                    for name, linear in self._layers[index].linears.items()
+                ]
+                for index in self._placement.streamed
+            ]
+        )
+
+    def _open_spill(self) -> None:
+        directory = self.config.stream_dir or envs.cache_dir() / "spill"
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(self._model).name).strip("-")
+        name = f"{slug}-{str(self._dtype).removeprefix('torch.')}"
+        if self._ranks > 1:
+            name += f"-rank{self._rank}of{self._ranks}"
+        identity = f"{self._model}@{self._revision}"
+        self._spill_layout = self._layout()
+        self._writer = SpillWriter(directory, name, self._spill_layout, identity)
+
+    def post_init(self) -> None:
+        """Finish what the loader did not complete by itself, then start the stream."""
+        for index, layer in enumerate(self._layers):
+            if not layer.done:
+                self._finish_layer(index)
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        if self._writer is not None:
+            assert self._placement is not None
+            spill = self._writer.finish()
+            self._writer = None
+            store = DiskStore(spill, emulate_bytes_per_s=self.config.emulate_link)
+            self.streamer = LayerStreamer(store, self._spill_layout, self._placement.num_slots)
+            self.streamer.start()
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def _acquire(self, index: int) -> None:
+        if self.view.drafting:
+            return
+        assert self.streamer is not None
+        weights = self.streamer.acquire(index)
+        for name, linear in self._layers[index].linears.items():
+            linear.quant_method.weight = weights[name]
+
+    def _release(self, index: int) -> None:
+        if self.view.drafting:
+            return
+        assert self.streamer is not None
+        for linear in self._layers[index].linears.values():
+            linear.quant_method.weight = None
+        self.streamer.release(index)
+
+    def statistics(self) -> StreamStatistics | None:
+        """What the stream moved so far; ``None`` where nothing is streamed."""
+        return self.streamer.statistics() if self.streamer is not None else None
+
+    @property
+    def streamed_bytes_per_pass(self) -> int:
+        """Bytes that one target pass reads from the slow tier."""
+        return self._spill_layout.total_bytes if self.streamer is not None else 0
+
+    def close(self) -> None:
+        """Stop reading and free the slots."""
+        if self.streamer is not None:
+            self.streamer.close()
+            self.streamer = None

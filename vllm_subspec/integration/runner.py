@@ -1,0 +1,310 @@
+"""The runner: vLLM's step with trees in it. Every touch of the V1 runner is in this file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from subspec_kernels.kv_cache import move_slots
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.offloader import set_offloader
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from vllm_subspec.config import SubSpecConfig
+from vllm_subspec.draft.tree import Tree, TreeShape
+from vllm_subspec.errors import UnsupportedError
+from vllm_subspec.integration.arguments import CONFIG_KEY
+from vllm_subspec.integration.attention import TreeAttentionMetadata, TreeRows
+from vllm_subspec.integration.drafter import Drafter, DraftRequest
+from vllm_subspec.integration.offloader import SubSpecOffloader
+from vllm_subspec.integration.sampler import TreeRejectionSampler, Verification
+from vllm_subspec.integration.statistics import SpeculationCounters
+from vllm_subspec.verify.compaction import compaction_moves
+from vllm_subspec.verify.walk import Walk
+
+_EPS = 1e-5  # vLLM's border between greedy and sampled (v1/sample/sampler.py)
+
+
+class SubSpecRunnerMixin:
+    """Shadows, streaming, drafting and tree verification on vLLM's V1 model runner.
+
+    Speculation state is keyed by request id, never by batch row: requests move, abort and get
+    preempted between steps.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "vllm_subspec.integration.attention.SubSpecCPUAttentionBackend",
+        )
+        super().__init__(vllm_config, device)
+        if self.uses_mrope or self.model_config.is_hybrid:
+            raise UnsupportedError(
+                "SubSpec serves text models with ordinary rotary positions and attention only: "
+                "multi-modal positions (M-RoPE) and recurrent state are not supported yet"
+            )
+        self.subspec_config = SubSpecConfig(**vllm_config.additional_config[CONFIG_KEY])
+        self.offloader = SubSpecOffloader(
+            self.subspec_config, vllm_config, self.parallel_config.rank
+        )
+        set_offloader(self.offloader)
+        self.counters = SpeculationCounters()
+        self._trees: dict[str, Tree] = {}
+        self._generators: dict[str, torch.Generator] = {}
+        self._tree_rows: list[TreeRows] = []
+        if self.speculative_config is not None:
+            self.rejection_sampler = TreeRejectionSampler(self.sampler, vllm_config, device)
+            config = self.subspec_config
+            self._tree_drafter = Drafter(
+                TreeShape(config.width, config.depth, config.max_nodes),
+                config.draft_temperature,
+                vllm_config,
+                self.offloader.view,
+                self.rejection_sampler.rows,
+            )
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.offloader.post_init()
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        groups = {
+            name: gid
+            for gid, group in enumerate(self.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+        }
+        for gid, attn_groups in enumerate(self.attn_groups):
+            block = self.input_batch.block_table[gid].block_size
+            if any(g.kernel_block_size not in (None, block) for g in attn_groups):
+                raise UnsupportedError(
+                    f"KV cache blocks of {block} tokens are split for the attention kernel; "
+                    f"choose --block-size as a multiple of 32"
+                )
+        self._attention_layers = layers
+        self._kv_groups = groups
+        if self.speculative_config is not None:
+            self._tree_drafter.bind(self.model, layers, groups)
+
+    def shutdown(self) -> None:
+        self.offloader.close()
+        set_offloader(None)
+        super().shutdown()
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._step_start = time.perf_counter()
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        """vLLM's inputs; then trees are looked up and their nodes get RoPE positions by depth.
+
+        Slots were derived from positions by index before this, as they must be (design D3).
+        """
+        inputs = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self._tree_rows = []
+        if self.speculative_config is not None:
+            self._schedule_trees(scheduler_output.scheduled_spec_decode_tokens)
+        return inputs
+
+    def _schedule_trees(self, scheduled: dict[str, list[int]]) -> None:
+        """Match each request's scheduled drafts with the tree they came from."""
+        batch = self.input_batch
+        trees, starts = [], []
+        for row, req_id in enumerate(batch.req_ids):
+            drafts = scheduled.get(req_id, ())
+            tree = self._scheduled_tree(req_id, drafts)
+            start = int(self.query_start_loc.np[row + 1]) - len(drafts) - 1
+            if not _is_chain(tree):
+                rows = slice(start, start + len(tree) + 1)
+                depths = torch.cat([tree.levels.new_zeros(1), tree.levels])
+                num_context = int(self.positions[start])
+                self.positions[rows] = num_context + depths
+                self._tree_rows.append(
+                    TreeRows(start, row, num_context, tree.ancestor_mask(), depths)
+                )
+            trees.append(tree)
+            starts.append(start)
+        states = [self.requests[req_id] for req_id in batch.req_ids]
+        self._root_tokens = starts
+        self._verification = Verification(
+            trees=trees,
+            params=[state.sampling_params for state in states],
+            outputs=[state.output_token_ids for state in states],
+            generators=[self._generator(state) for state in states],
+            discarded=self.discard_request_mask.np[: batch.num_reqs].tolist(),
+        )
+
+    def _scheduled_tree(self, req_id: str, drafts: Any) -> Tree:
+        """The head of the request's tree that was scheduled; empty for vLLM's own placeholders."""
+        tree = self._trees.get(req_id)
+        holder = self.input_batch.thinking_budget_state_holder
+        if tree is None or not drafts or (holder is not None and holder.has_tracked_requests()):
+            return Tree.empty()
+        tree = tree.truncate(len(drafts))
+        return tree if tree.tokens.tolist() == list(drafts) else Tree.empty()
+
+    def _generator(self, state: CachedRequestState) -> torch.Generator | None:
+        """What a sampled request draws from: its own seed's generator, or a private one."""
+        if state.sampling_params.temperature < _EPS:
+            return None
+        if state.generator is not None:
+            return state.generator
+        if state.req_id not in self._generators:
+            seed = int(torch.randint(0, 2**62, (1,)))
+            self._generators[state.req_id] = torch.Generator().manual_seed(seed)
+        return self._generators[state.req_id]
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if self._tree_rows:
+            with_trees = {
+                id(of_layer): TreeAttentionMetadata(**vars(of_layer), trees=self._tree_rows)
+                for of_layer in metadata.values()
+            }
+            metadata = {name: with_trees[id(of_layer)] for name, of_layer in metadata.items()}
+        return metadata, common
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        if self.speculative_config is None:
+            with self._resting_generators():
+                return super()._sample(logits, spec_decode_metadata)
+        verification = self._verification
+        self.rejection_sampler.verification = verification
+        output = super()._sample(logits, spec_decode_metadata)
+        walk = self.rejection_sampler.walk
+        self._compact(walk)
+        self._count(verification, walk)
+        return output
+
+    @contextmanager
+    def _resting_generators(self) -> Iterator[None]:
+        """Leave generators where they are for rows whose draw is thrown away (vLLM's sampler
+        moves them and then rewinds by ``set_offset``, which CPU generators lack)."""
+        states = {row: gen.get_state() for row, gen in self._discarded_generators().items()}
+        yield
+        for row, state in states.items():
+            self.input_batch.generators[row].set_state(state)
+
+    def _discarded_generators(self) -> dict[int, torch.Generator]:
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0]
+        generators = self.input_batch.generators
+        return {int(row): generators[row] for row in discarded if row in generators}
+
+    def _compact(self, walk: Walk) -> None:
+        """Move accepted keys and values to contiguous slots, before anybody can look at them."""
+        if not self._tree_rows:
+            return
+        moves = compaction_moves(walk.rows)
+        roots = torch.tensor(self._root_tokens)[moves.requests]
+        if not len(roots):
+            return
+        for name, layer in self._attention_layers.items():
+            slots = self.input_batch.block_table[self._kv_groups[name]].slot_mapping.gpu
+            move_slots(layer.kv_cache, slots[roots + moves.src], slots[roots + moves.dst])
+
+    def _count(self, verification: Verification, walk: Walk) -> None:
+        batch = self.input_batch
+        decoding = (
+            batch.num_computed_tokens_cpu[: batch.num_reqs]
+            >= batch.num_prompt_tokens[: batch.num_reqs]
+        )
+        for row, committed in enumerate(walk.lengths.tolist()):
+            if decoding[row] and not verification.discarded[row]:
+                self.counters.count_pass(verification.trees[row], committed)
+        if decoding.all():
+            self.counters.decode_steps += 1
+            self.counters.target_seconds += time.perf_counter() - self._step_start
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's bookkeeping, without its rewinding of generators that never moved."""
+        hidden = self._discarded_generators()
+        for row in hidden:
+            del self.input_batch.generators[row]
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators.update(hidden)
+
+    # -- drafting --------------------------------------------------------------------------------
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Always: each request's depth is limited on its own."""
+        return True
+
+    def propose_draft_token_ids(
+        self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        """Grow a tree per request that goes on; returns its tokens in level order, by row."""
+        batch = self.input_batch
+        drafts: list[list[int]] = [[] for _ in batch.req_ids]
+        self._trees = {id_: tree for id_, tree in self._trees.items() if id_ not in batch.req_id_to_index}
+        requests = [
+            request
+            for row, tokens in enumerate(sampled_token_ids)
+            if tokens and (request := self._draft_request(row)) is not None
+        ]
+        if not requests:
+            return drafts
+        params = [self.requests[req_id].sampling_params for req_id in batch.req_ids]
+        trees = self._tree_drafter.draft(requests, batch.sampling_metadata, params)
+        for request, tree in zip(requests, trees, strict=True):
+            if params[request.batch_row].structured_outputs is not None:
+                tree = tree.best_path()  # the scheduler checks a grammar along a chain
+            self._trees[batch.req_ids[request.batch_row]] = tree
+            drafts[request.batch_row] = tree.tokens.tolist()
+        self.counters.draft_steps = self._tree_drafter.num_steps
+        self.counters.draft_seconds = self._tree_drafter.seconds
+        return drafts
+
+    def _draft_request(self, row: int) -> DraftRequest | None:
+        """What to draft for the request in ``row``; ``None`` if it is over or about to be."""
+        batch = self.input_batch
+        state = self.requests[batch.req_ids[row]]
+        params, output = state.sampling_params, state.output_token_ids
+        num_tokens = int(batch.num_tokens_no_spec[row])
+        max_depth = min(self.max_model_len - num_tokens, params.max_tokens - len(output)) - 1
+        stops = {params.eos_token_id, *(params.stop_token_ids or ())}
+        if max_depth < 1 or (output[-1] in stops and len(output) >= params.min_tokens):
+            return None
+        tables = [table.block_table.gpu[row] for table in batch.block_table.block_tables]
+        return DraftRequest(
+            batch_row=row,
+            root=output[-1],
+            num_context=num_tokens - 1,
+            max_depth=max_depth,
+            output=output,
+            generator=self._generator(state),
+            block_ids=[table.to(torch.int64) for table in tables],
+        )
+
+    def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
+        super()._on_request_state_removed(req_id, req_state)
+        self._trees.pop(req_id, None)
+        self._generators.pop(req_id, None)
+
+    def subspec_statistics(self) -> dict[str, Any]:
+        """Counters and stream statistics since start."""
+        return self.counters.report(
+            self.offloader.statistics(), self.offloader.streamed_bytes_per_pass
+        )
+
+
+def _is_chain(tree: Tree) -> bool:
+    return len(tree) == 0 or int(tree.levels[-1]) == len(tree)
+
+
+class SubSpecCPUModelRunner(SubSpecRunnerMixin, CPUModelRunner):
+    """vLLM's CPU runner with SubSpec."""

@@ -1,0 +1,57 @@
+"""What a worker counted; plain numbers, so that it travels through any RPC."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_subspec.draft.tree import Tree
+from vllm_subspec.stream import StreamStatistics
+
+
+@dataclass
+class SpeculationCounters:
+    """Counts since start, over decode steps only (a prompt's own pass is none).
+
+    Attributes:
+        target_passes: verification passes, one per request and step.
+        committed_tokens: tokens those passes committed, bonus tokens included.
+        drafted_nodes: nodes those passes verified.
+        accepted_by_level: how often a node of level i + 1 was accepted.
+        drafted_by_level: how often such a level was verified.
+        decode_steps: engine steps without prompt tokens.
+        target_seconds: time those steps spent in the target and its sampler.
+        draft_steps: levels drafted (draft forwards).
+        draft_seconds: time spent drafting.
+    """
+
+    target_passes: int = 0
+    committed_tokens: int = 0
+    drafted_nodes: int = 0
+    accepted_by_level: list[int] = field(default_factory=list)
+    drafted_by_level: list[int] = field(default_factory=list)
+    decode_steps: int = 0
+    target_seconds: float = 0.0
+    draft_steps: int = 0
+    draft_seconds: float = 0.0
+
+    def count_pass(self, tree: Tree, committed: int) -> None:
+        """Count one request's pass over ``tree`` that committed ``committed`` tokens."""
+        self.target_passes += 1
+        self.committed_tokens += committed
+        self.drafted_nodes += len(tree)
+        while len(self.drafted_by_level) < tree.depth:
+            self.drafted_by_level.append(0)
+            self.accepted_by_level.append(0)
+        for level in range(tree.depth):
+            self.drafted_by_level[level] += 1
+        for level in range(committed - 1):
+            self.accepted_by_level[level] += 1
+
+    def report(self, stream: StreamStatistics | None, bytes_per_pass: int) -> dict[str, Any]:
+        """Everything as a flat JSON-serialisable dictionary, stream included."""
+        numbers = asdict(self)
+        numbers["streamed_bytes_per_pass"] = bytes_per_pass
+        if stream is not None:
+            numbers |= {f"stream_{name}": value for name, value in asdict(stream).items()}
+        return numbers

@@ -1,0 +1,142 @@
+"""A shadow linear: one of the target's linears in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_subspec.errors import ShadowCacheError, UnsupportedError
+from vllm_subspec.shadow.formats import ShadowSettings, check_shape, shadow_format
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PROBE_ROWS = 256
+
+
+@dataclass(frozen=True, eq=False)
+class ShadowLinear:
+    """Stands in for one of the target's linears while drafting (arXiv 2509.18344, its substitute
+    layers). Make one with ``quantize_linear`` or ``from_tensors``.
+
+    Args:
+        settings: what it was made with.
+        packed: codes in the kernel's own order, [out, in * bits / 8].
+        scales: in the activations' dtype; ``ShadowFormat`` gives shape and meaning.
+    """
+
+    settings: ShadowSettings
+    packed: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], settings: ShadowSettings
+    ) -> ShadowLinear:
+        """The inverse of ``tensors()``.
+
+        Raises:
+            ShadowCacheError: names, shapes or dtypes are not what ``settings`` makes. A kernel
+                would read past the end of some of these.
+        """
+        if tensors.keys() != {"packed", "scales"}:
+            raise ShadowCacheError(f"a shadow is made of packed and scales, not {sorted(tensors)}")
+        linear = cls(settings, tensors["packed"], tensors["scales"])
+        fmt = shadow_format(settings.bits)
+        if linear.packed.dim() != 2 or linear.packed.dtype != fmt.packed_dtype:
+            raise ShadowCacheError(f"{_describe(linear.packed)} are no {settings.bits}-bit codes")
+        why = fmt.refusal(*linear.shape, settings.group_size)
+        scales_shape = fmt.scales_shape(*linear.shape, settings.group_size)
+        if why or linear.scales.shape != scales_shape or linear.dtype not in _DTYPES:
+            raise ShadowCacheError(
+                f"scales {_describe(linear.scales)} do not belong to {settings.bits}-bit codes of "
+                f"a weight {list(linear.shape)} at group_size {settings.group_size}"
+            )
+        return linear
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that ``from_tensors`` needs, beside the settings."""
+        return {"packed": self.packed, "scales": self.scales}
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in] of ``dtype`` -> [..., out] of ``dtype``; ``bias`` [out] is added.
+
+        The kernel accumulates in fp32 and rounds once.
+        """
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        matmul = shadow_format(self.settings.bits).matmul
+        y = matmul(rows.contiguous(), self.packed, self.scales, self.settings.group_size)
+        if bias is not None:
+            y += bias
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight [out, in] that the kernel multiplies by, fp32 and exact. For checks: slow.
+
+        Found by feeding the kernel unit vectors, since only it knows its packing.
+        """
+        fmt, size = shadow_format(self.settings.bits), self.settings.group_size
+        units = torch.split(torch.eye(self.shape[1], dtype=torch.float32), _PROBE_ROWS)
+        scales = self.scales.float()
+        columns = [fmt.matmul(unit, self.packed, scales, size).T for unit in units]
+        return torch.cat(columns, dim=1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        per_code = self.packed.itemsize * 8 // self.settings.bits
+        return self.packed.shape[0], self.packed.shape[1] * per_code
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The activations' dtype."""
+        return self.scales.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds, scales included."""
+        return self.packed.nbytes + self.scales.nbytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that one weight costs, scales included."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+
+def quantize_linear(
+    weight: torch.Tensor, settings: ShadowSettings, dtype: torch.dtype, name: str
+) -> ShadowLinear:
+    """Make the shadow of one linear.
+
+    Needs, beside ``weight`` and the shadow, 4 bytes a weight at 4 bits and a few MiB.
+
+    Args:
+        weight: [out, in], fp32, bf16 or fp16, on the CPU.
+        settings: how.
+        dtype: the activations' dtype: fp32, bf16 or fp16.
+        name: the linear's name, for errors.
+
+    Raises:
+        UnsupportedError: no kernel serves this shape, dtype or device, or a weight is not finite.
+        DependencyError: the quantizer's package is missing.
+    """
+    if dtype not in _DTYPES:
+        raise UnsupportedError(f"{name}: activations are {dtype}; use float32, bfloat16 or float16")
+    if weight.dim() != 2 or weight.dtype not in _DTYPES or weight.device.type != "cpu":
+        raise UnsupportedError(
+            f"{name}: a shadow is made from a float32, bfloat16 or float16 matrix on the CPU, not "
+            f"from {_describe(weight)} on {weight.device}; keep this layer resident"
+        )
+    out_features, in_features = weight.shape
+    check_shape(out_features, in_features, settings, name)
+    packed, scales = shadow_format(settings.bits).quantize(weight.detach(), settings, dtype)
+    if not torch.isfinite(scales).all():
+        raise UnsupportedError(
+            f"{name}: its weights are not finite, or too large for {dtype} scales; check the "
+            "checkpoint, or run in bfloat16 or float32"
+        )
+    return ShadowLinear(settings, packed, scales)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,138 @@
+"""One private, locked file read and written in aligned blocks, past the page cache if possible."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+IO_BYTES = 8 << 20
+"""Bytes of one system call; far below Linux's limit of 2 GiB, far above its per-call cost."""
+
+
+def aligned_buffer(nbytes: int) -> torch.Tensor:
+    """A zeroed, page-aligned uint8 [nbytes] CPU tensor that O_DIRECT can read into.
+
+    Raises:
+        OSError: the machine refuses that much memory.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def split(buffer: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
+    """Cut a uint8 [n] buffer into views of ``nbytes``; the last one may be shorter."""
+    return [buffer[start : start + nbytes] for start in range(0, len(buffer), nbytes)]
+
+
+class BlockFile:
+    """An open file; every method raises plain ``OSError``, which the caller puts into words.
+
+    Args:
+        path: the file; never a symlink.
+        create: make it (mode 0600) where it is missing, and open it for writing too.
+
+    Raises:
+        OSError: it cannot be opened.
+        PermissionError: it is no plain file of this user that is closed to all others.
+    """
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        access = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+        self.path = path
+        self.direct = False
+        self._fd = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        info = os.fstat(self._fd)
+        private = info.st_uid == os.geteuid() and not info.st_mode & 0o077
+        if not stat.S_ISREG(info.st_mode) or not private:
+            self.close()
+            raise PermissionError(
+                errno.EPERM,
+                f"not a plain file of this user with mode 0600, but {stat.filemode(info.st_mode)} "
+                f"of user id {info.st_uid}",
+            )
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file now."""
+        return os.fstat(self._fd).st_size
+
+    @property
+    def is_linked(self) -> bool:
+        """False once the file was removed from its directory."""
+        return os.fstat(self._fd).st_nlink > 0
+
+    def lock(self, *, exclusive: bool) -> bool:
+        """Take, or change to, a shared or exclusive flock; False if others' locks forbid it.
+
+        A change is not atomic: another process may have held the file in between.
+        """
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        try:
+            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def allocate(self, nbytes: int) -> None:
+        """Make the file exactly ``nbytes`` long with its disk space reserved; bytes are kept."""
+        if self.size > nbytes:
+            os.ftruncate(self._fd, nbytes)
+        os.posix_fallocate(self._fd, 0, nbytes)
+
+    def use_direct(self) -> None:
+        """Switch to O_DIRECT; warns and stays with the page cache where the disk refuses it.
+
+        It is not set at open, since posix_fallocate may be emulated by one-byte writes.
+        """
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            logger.warning(
+                "the filesystem of %s has no O_DIRECT: reads go through the page cache, which "
+                "costs CPU time and memory; set stream_dir to a local disk",
+                self.path,
+            )
+        else:
+            self.direct = True
+
+    def read_into(self, buffer: torch.Tensor, offset: int) -> None:
+        """Fill ``buffer`` (aligned uint8, a multiple of ALIGNMENT long) from byte ``offset``."""
+        for part in split(buffer, IO_BYTES):
+            count = os.preadv(self._fd, [part.numpy().data], offset)
+            if count != len(part):
+                # A regular file reads short only at its end, or right before an error.
+                raise OSError(errno.EIO, f"short read: {count} of {len(part)} bytes")
+            if not self.direct:
+                os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
+            offset += count
+
+    def write_from(self, buffer: torch.Tensor, offset: int) -> None:
+        """Write ``buffer`` (aligned uint8, a multiple of ALIGNMENT long) at byte ``offset``."""
+        data = buffer.numpy().data
+        start = 0
+        while start < len(data):
+            start += os.pwritev(self._fd, [data[start : start + IO_BYTES]], offset + start)
+
+    def sync(self) -> None:
+        """Return when every written byte is on the disk; buffered pages are dropped then."""
+        os.fsync(self._fd)
+        if not self.direct:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file and give up its lock. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

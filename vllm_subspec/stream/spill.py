@@ -1,0 +1,254 @@
+"""The spill: streamed layers at rest in one file, and a manifest that vouches for its bytes.
+
+``<name>.spill`` holds the layers, ``<name>.json`` their layout, the identity of the weights and a
+BLAKE3 digest per layer. The manifest exists only while it is true: a writer removes it before it
+changes a byte and writes it after the last byte is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from vllm_subspec.errors import ConfigError, SpillDamagedError, SpillError
+from vllm_subspec.files import private_directory, tensor_digest
+from vllm_subspec.stream.blockfile import BlockFile, aligned_buffer
+from vllm_subspec.stream.layout import SpillLayout
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SpillPaths:
+    """The two files of the spill ``name`` in ``directory``."""
+
+    directory: Path
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.name or Path(self.name).name != self.name:
+            raise ConfigError(f"spill name {self.name!r}: it must be a plain file name without '/'")
+
+    @property
+    def spill(self) -> Path:
+        """The layers."""
+        return self.directory / f"{self.name}.spill"
+
+    @property
+    def manifest(self) -> Path:
+        """What vouches for them."""
+        return self.directory / f"{self.name}.json"
+
+    @contextmanager
+    def reporting(self, action: str, needed_bytes: int) -> Iterator[None]:
+        """Turn an ``OSError`` into a ``SpillError`` with the path, the space, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise SpillError(
+                f"cannot {action} the spill {self.spill}: {error.strerror or error}. It needs "
+                f"{needed_bytes} bytes, {self._free_bytes()} are free there; set stream_dir to a "
+                "directory of your own on a disk with room"
+            ) from error
+
+    def _free_bytes(self) -> int:
+        absolute = self.directory.absolute()
+        there = next(p for p in (absolute, *absolute.parents) if os.path.isdir(p))
+        return shutil.disk_usage(there).free
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a spill's bytes are. ``layout`` is ``SpillLayout.describe()``, digests are per layer."""
+
+    identity: str
+    layout: list[list[list[object]]]
+    digests: tuple[str, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> Manifest | None:
+        """The manifest at ``path``, None where there is none.
+
+        Raises:
+            OSError: it cannot be read, or is a symlink.
+            SpillDamagedError: it is no manifest of this format.
+        """
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        with open(handle, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+        try:
+            fields = json.loads(text)
+            if fields.pop("format") != FORMAT:
+                raise ValueError("unknown format")
+            return cls(str(fields["identity"]), fields["layout"], tuple(fields["digests"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SpillDamagedError(
+                f"{path} is no spill manifest of format {FORMAT} ({error}); remove it and load the "
+                "model again"
+            ) from error
+
+    def dump(self) -> str:
+        """The manifest as JSON text."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    def mismatch(self, layout: SpillLayout, identity: str) -> str | None:
+        """Why this manifest is not of these weights; None if it is."""
+        if self.identity != identity:
+            return f"it holds the weights {self.identity!r}, not {identity!r}"
+        if self.layout != layout.describe() or len(self.digests) != layout.num_layers:
+            return "its layers, shapes or dtypes are not this model's"
+        return None
+
+
+def open_locked(paths: SpillPaths, *, create: bool) -> BlockFile:
+    """Open the spill file under a shared lock, without waiting.
+
+    Raises:
+        OSError: it cannot be opened.
+        SpillError: another process is writing it.
+    """
+    while True:
+        file = BlockFile(paths.spill, create=create)
+        if not file.lock(exclusive=False):
+            file.close()
+            raise in_use(paths)
+        if file.is_linked:
+            return file
+        file.close()  # a writer that failed removed it between our open and our lock
+
+
+def in_use(paths: SpillPaths) -> SpillError:
+    """The error of a spill that another process's lock keeps from this one."""
+    return SpillError(
+        f"{paths.spill} is in use by another process: it streams other weights from it, or is "
+        "writing it just now. Stop or await that process, or set stream_dir to another directory"
+    )
+
+
+class Spill:
+    """An open spill under a shared lock: as long as it is open, no process rewrites it.
+
+    Digests are checked when it is opened or written; later reads trust the disk.
+    """
+
+    def __init__(self, file: BlockFile, layout: SpillLayout, digests: tuple[str, ...]) -> None:
+        self.layout = layout
+        self.digests = digests
+        self._file = file
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        name: str,
+        layout: SpillLayout,
+        identity: str,
+        *,
+        verify: bool = True,
+    ) -> Spill:
+        """Open a finished spill of exactly these weights.
+
+        Args:
+            directory: the private directory it lies in.
+            name: its file name without ``.spill``.
+            layout: what it must hold.
+            identity: the caller's name for the weights; it must be the writer's.
+            verify: also read every layer and compare its digest.
+
+        Raises:
+            SpillError: it is missing, unreadable, or being written.
+            SpillDamagedError: it is unfinished, truncated, altered, or of other weights.
+        """
+        paths = SpillPaths(directory, name)
+        with paths.reporting("open", layout.total_bytes):
+            paths = SpillPaths(private_directory(directory), name)
+            with ExitStack() as on_failure:
+                file = open_locked(paths, create=False)
+                on_failure.callback(file.close)
+                manifest = Manifest.load(paths.manifest)
+                spill = cls(file, layout, _checked(manifest, file, layout, identity))
+                file.use_direct()
+                if verify:
+                    spill.verify()
+                on_failure.pop_all()
+        return spill
+
+    @property
+    def path(self) -> Path:
+        """The spill file."""
+        return self._file.path
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads bypass the page cache."""
+        return self._file.direct
+
+    def read_into(self, buffer: torch.Tensor, offset: int) -> None:
+        """Fill ``buffer`` (uint8, address and length aligned) from byte ``offset`` of the file.
+
+        Raises:
+            OSError: the disk fails, or the file ends early.
+        """
+        self._file.read_into(buffer, offset)
+
+    def verify(self) -> None:
+        """Read every layer and compare its digest with the manifest's.
+
+        Raises:
+            OSError: the disk fails, or the file ends early.
+            SpillDamagedError: a layer's bytes are not those that were written.
+        """
+        buffer = aligned_buffer(self.layout.slot_bytes)
+        for index, (layer, digest) in enumerate(zip(self.layout.layers, self.digests, strict=True)):
+            part = buffer[: layer.nbytes]
+            self.read_into(part, layer.offset)
+            if tensor_digest(part) != digest:
+                raise SpillDamagedError(
+                    f"layer {index} of {self.path} is damaged: its {layer.nbytes} bytes at "
+                    f"{layer.offset} do not have the digest in the manifest; load the model again"
+                )
+
+    def close(self) -> None:
+        """Close the file and give up the lock. Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> Spill:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _checked(
+    manifest: Manifest | None, file: BlockFile, layout: SpillLayout, identity: str
+) -> tuple[str, ...]:
+    """The digests of a manifest that fits layout, identity and the file's size."""
+    if manifest is None:
+        raise SpillDamagedError(
+            f"{file.path} has no manifest: its writing was not finished; load the model again"
+        )
+    if reason := manifest.mismatch(layout, identity):
+        raise SpillDamagedError(f"{file.path} is another spill: {reason}; load the model again")
+    if file.size != layout.total_bytes:
+        whole = sum(layer.offset + layer.nbytes <= file.size for layer in layout.layers)
+        raise SpillDamagedError(
+            f"{file.path} has {file.size} bytes instead of {layout.total_bytes} (layers from "
+            f"{whole} on are damaged); load the model again"
+        )
+    return manifest.digests

@@ -1,0 +1,218 @@
+"""Writes the spill layer by layer while the model loads; keeps what is proven to be there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from vllm_subspec.errors import SpillDamagedError, SpillError
+from vllm_subspec.files import atomic_replace, private_directory, tensor_digest
+from vllm_subspec.stream.blockfile import IO_BYTES, aligned_buffer, split
+from vllm_subspec.stream.layout import SpillLayout
+from vllm_subspec.stream.spill import Manifest, Spill, SpillPaths, in_use, open_locked
+
+logger = logging.getLogger(__name__)
+
+MISSING, OTHER, DAMAGED = "missing", "of other weights", "damaged"
+
+
+class SpillWriter:
+    """Takes each layer once, in any order, then hands over the open ``Spill``.
+
+    A layer whose bytes a former run left on the disk is read back and kept if they are the same.
+    That needs a shared lock only, so processes with the same weights share one spill; the lock
+    becomes exclusive before the first byte changes. Holds one layer in memory besides the
+    caller's. Use it as a context manager: left before ``finish``, it removes what it wrote.
+
+    Args:
+        directory: made private (0700) where it is missing.
+        name: file name without ``.spill``; processes with different weights need different names.
+        layout: what the layers hold.
+        identity: the caller's name for the weights, e.g. a digest of model, revision and placement.
+
+    Raises:
+        SpillError: no directory, no file, no space, or another process uses the file.
+    """
+
+    def __init__(self, directory: Path, name: str, layout: SpillLayout, identity: str) -> None:
+        self._layout = layout
+        self._identity = identity
+        self._digests: dict[int, str] = {}
+        self._rewritten: dict[int, str] = {}
+        self._exclusive = self._closed = False
+        paths = SpillPaths(directory, name)
+        with paths.reporting("create", layout.total_bytes):
+            self._paths = SpillPaths(private_directory(directory), name)
+            self._file = open_locked(self._paths, create=True)
+        with self._discarding_on_failure("create"):
+            self._former, self._reason = self._look()
+            self._bytes_found = self._file.size
+            if self._former is None or self._bytes_found != layout.total_bytes:
+                self._begin_rewrite()
+            self._file.use_direct()
+            self._staging = aligned_buffer(layout.slot_bytes)
+            self._readback = aligned_buffer(min(IO_BYTES, layout.slot_bytes))
+
+    def put(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Bring one layer to the disk; returns True if it was written, False if kept.
+
+        Args:
+            layer: index in the layout.
+            tensors: exactly the layout's names, shapes and dtypes; any device and strides.
+
+        Raises:
+            SpillError: the tensors are not the layout's; the disk is full or failing; the layer
+                must be rewritten while another process uses the spill.
+        """
+        staged = self._stage(layer, tensors)
+        digest = tensor_digest(staged)
+        offset = self._layout.layers[layer].offset
+        with self._discarding_on_failure("write"):
+            keep = self._is_on_disk(staged, offset)
+            if not keep:
+                self._begin_rewrite()
+                self._file.write_from(staged, offset)
+                self._rewritten[layer] = self._why(layer, digest)
+        self._digests[layer] = digest
+        return not keep
+
+    def finish(self) -> Spill:
+        """Sync the file, write the manifest, and return the spill under its shared lock.
+
+        Raises:
+            SpillError: a layer was never put (the writer stays usable), or the disk fails.
+        """
+        if missing := sorted(set(range(self._layout.num_layers)) - self._digests.keys()):
+            raise SpillError(f"{self._paths.spill} is incomplete: layers {missing} were never put")
+        digests = tuple(self._digests[layer] for layer in range(self._layout.num_layers))
+        manifest = Manifest(self._identity, self._layout.describe(), digests)
+        with self._discarding_on_failure("finish"):
+            if self._exclusive or manifest != self._former:
+                self._begin_rewrite()
+                self._file.sync()
+                with atomic_replace(self._paths.manifest) as temporary:
+                    temporary.write_text(manifest.dump(), encoding="utf-8")
+                self._exclusive = False
+                self._change_lock(exclusive=False, expected=manifest)
+        self._report()
+        self._closed = True  # the file and its lock are the Spill's now
+        self._staging = self._readback = torch.empty(0)
+        return Spill(self._file, self._layout, digests)
+
+    def close(self) -> None:
+        """Give up: remove an unfinished spill and free the lock. No effect after ``finish``."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._exclusive:
+            self._paths.manifest.unlink(missing_ok=True)
+            self._paths.spill.unlink(missing_ok=True)
+        self._file.close()
+
+    def __enter__(self) -> SpillWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _look(self) -> tuple[Manifest | None, str]:
+        """The manifest on disk if it is of these weights; why a layer would not be reused."""
+        try:
+            manifest = Manifest.load(self._paths.manifest)
+        except SpillDamagedError:
+            return None, DAMAGED
+        if manifest is None:
+            return None, MISSING
+        fits = manifest.mismatch(self._layout, self._identity) is None
+        return (manifest if fits else None), OTHER
+
+    def _begin_rewrite(self) -> None:
+        """Make this process the only user, and void the manifest before any byte changes."""
+        if self._exclusive:
+            return
+        self._change_lock(exclusive=True, expected=self._former)
+        self._exclusive = True
+        self._paths.manifest.unlink(missing_ok=True)
+        _sync_directory(self._paths.directory)
+        self._file.allocate(self._layout.total_bytes)
+
+    def _change_lock(self, *, exclusive: bool, expected: Manifest | None) -> None:
+        # flock drops the old lock before it takes the new one. Whoever wrote in between had to
+        # void the manifest, so an unchanged one proves that nobody did.
+        locked = self._file.lock(exclusive=exclusive)
+        if not locked or not self._file.is_linked or self._look()[0] != expected:
+            raise in_use(self._paths)
+
+    def _stage(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The layer's bytes as they shall be on the disk, padding zeroed."""
+        if layer not in range(self._layout.num_layers):
+            raise SpillError(f"layer {layer} is not among the {self._layout.num_layers} streamed")
+        place = self._layout.layers[layer]
+        wanted = {spec.name: (spec.shape, spec.dtype) for spec, _ in place.tensors}
+        given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        if given != wanted:
+            wrong = sorted(n for n in wanted | given if wanted.get(n) != given.get(n))
+            raise SpillError(
+                f"layer {layer}: weights {wrong} are {[given.get(n) for n in wrong]}, but the "
+                f"layout has {[wanted.get(n) for n in wrong]}"
+            )
+        staged = self._staging[: place.nbytes].zero_()
+        for name, view in place.views(staged).items():
+            view.copy_(tensors[name])
+        return staged
+
+    def _is_on_disk(self, staged: torch.Tensor, offset: int) -> bool:
+        if offset + len(staged) > self._bytes_found:
+            return False
+        for part in split(staged, IO_BYTES):
+            there = self._readback[: len(part)]
+            self._file.read_into(there, offset)
+            if not torch.equal(there, part):
+                return False
+            offset += len(part)
+        return True
+
+    def _why(self, layer: int, digest: str) -> str:
+        if self._former is None:
+            return self._reason
+        return DAMAGED if self._former.digests[layer] == digest else OTHER
+
+    def _report(self) -> None:
+        reasons = Counter(self._rewritten.values())
+        logger.log(
+            logging.WARNING if DAMAGED in reasons else logging.INFO,
+            "spill %s: %d layers reused, %d written (%s)",
+            self._paths.spill,
+            self._layout.num_layers - len(self._rewritten),
+            len(self._rewritten),
+            ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none",
+        )
+
+    @contextmanager
+    def _discarding_on_failure(self, action: str) -> Iterator[None]:
+        try:
+            with self._paths.reporting(action, self._layout.total_bytes):
+                yield
+        except SpillError:
+            self.close()
+            raise
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,49 @@
+"""The ``vllm-subspec`` command. Heavy imports live inside the commands: ``--help`` is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_subspec.errors import SubSpecError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Tools around SubSpec, speculative decoding for models that do not fit."""
+
+
+@app.command()
+def example_model(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder to write; new, or empty.")
+    ],
+    widen: Annotated[
+        int, typer.Option(help="Width factor, 1 to 4: same function, WIDEN^2 the linears' bytes.")
+    ] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    layers: Annotated[
+        int | None, typer.Option(help="Keep the first LAYERS layers only: small, but babbles.")
+    ] = None,
+) -> None:
+    """Write SmolLM2-135M-Instruct as a Hugging Face folder, offline."""
+    from vllm_subspec.tools.example_model import ExampleModel, write_example_model
+
+    model = ExampleModel(widen=widen, dtype=dtype, num_layers=layers)
+    written = write_example_model(directory, model)
+    typer.echo(f"{directory}: {'written' if written else 'already there'}, {model}")
+
+
+def main() -> None:
+    """Run the command line; an expected error is one line on stderr and exit status 2."""
+    try:
+        app()
+    except SubSpecError as error:
+        typer.echo(f"vllm-subspec: {error}", err=True)
+        raise SystemExit(2) from error

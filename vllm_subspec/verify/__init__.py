@@ -1,0 +1,1 @@
+"""Verification: the noise of the target's sampler, the walk down the tree, the KV moves."""
