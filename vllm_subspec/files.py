@@ -21,8 +21,8 @@ def tensor_digest(*tensors: torch.Tensor) -> str:
     """
     hasher = blake3(max_threads=blake3.AUTO)
     for tensor in tensors:
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        hasher.update(memoryview(data))
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+        hasher.update(data)
     return str(hasher.hexdigest())
 
 

@@ -172,8 +172,6 @@ def _falling_back(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         try:
             return parse(text)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{text!r} is neither 'subspec' nor a JSON object: {error}"
-            ) from error
+            raise ValueError(f"{text!r} is neither 'subspec' nor a JSON object: {error}") from error
 
     return speculative_config

@@ -164,7 +164,11 @@ class SubSpecCPUAttentionImpl(CPUAttentionBackendImpl):
             positions = torch.cat([torch.arange(num_context), num_context + tree.depths])
             mask &= positions[None] > positions[num_context:, None] - self.sliding_window
         out = tree_attention(
-            query[rows][None], keys[None], values[None], mask[None], self.scale,
+            query[rows][None],
+            keys[None],
+            values[None],
+            mask[None],
+            self.scale,
             self.logits_soft_cap,
         )
         output[rows] = out[0]

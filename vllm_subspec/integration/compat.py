@@ -32,6 +32,11 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner"
 SEAMS = (
     Seam("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("self",)),
     Seam("vllm.engine.arg_utils", "EngineArgs.add_cli_args", ("parser",)),
+    Seam(
+        "vllm.sampling_params",
+        "SamplingParams._validate_spec_decode",
+        ("self", "speculative_config"),
+    ),
     Seam(_RUNNER, "GPUModelRunner.__init__", ("self", "vllm_config", "device")),
     Seam(_RUNNER, "GPUModelRunner.execute_model", ("self", "scheduler_output")),
     Seam(
@@ -75,9 +80,7 @@ SEAMS = (
         "BaseOffloader.wrap_modules",
         ("self", "modules_generator", "prefix"),
     ),
-    Seam(
-        "vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", ("vllm_config",)
-    ),
+    Seam("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", ("vllm_config",)),
 )
 
 

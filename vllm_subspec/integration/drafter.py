@@ -76,8 +76,7 @@ class Drafter:
         self._groups = [groups[name] for name in layers]
         self._heads = [(layer.num_kv_heads, layer.head_size) for layer in self._layers]
         self._metadata = {
-            name: DraftAttentionMetadata(self._scratch, index)
-            for index, name in enumerate(layers)
+            name: DraftAttentionMetadata(self._scratch, index) for index, name in enumerate(layers)
         }
 
     def draft(
@@ -100,9 +99,7 @@ class Drafter:
         roots = torch.tensor([request.root for request in requests])
         rank = _Rank(self._rows, requests, metadata, params, depth)
         step = _Step(self, requests)
-        trees = grow(
-            step, roots, shape, self._draft_temperature, None if rank.is_plain else rank
-        )
+        trees = grow(step, roots, shape, self._draft_temperature, None if rank.is_plain else rank)
         self.num_steps += depth
         self.seconds += time.perf_counter() - start
         return [

@@ -13,7 +13,6 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, Unqu
 from vllm_subspec.errors import UnsupportedError
 from vllm_subspec.shadow import ShadowLinear
 
-
 SHADOW_DTYPE = torch.bfloat16
 """Activations of the shadow's kernels, whatever the target's dtype."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import nn
 from tqdm import tqdm
 from vllm.config import VllmConfig
@@ -179,11 +180,11 @@ class SubSpecOffloader(BaseOffloader):
 
     def _open_spill(self) -> None:
         directory = self.config.stream_dir or envs.cache_dir() / "spill"
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(self._model).name).strip("-")
-        name = f"{slug}-{str(self._dtype).removeprefix('torch.')}"
+        identity = f"{self._model}@{self._revision}, {self._dtype}"
         if self._ranks > 1:
-            name += f"-rank{self._rank}of{self._ranks}"
-        identity = f"{self._model}@{self._revision}"
+            identity += f", rank {self._rank} of {self._ranks}"
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(self._model).name).strip("-")
+        name = f"{slug}-{blake3(identity.encode()).hexdigest()[:12]}"
         self._spill_layout = self._layout()
         self._writer = SpillWriter(directory, name, self._spill_layout, identity)
 

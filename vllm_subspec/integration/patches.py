@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
 
 from vllm_subspec.integration.arguments import (
+    PROPOSER,
     accept_subspec_on_command_line,
     asks_for_subspec,
     translate,
@@ -57,6 +60,17 @@ def _extend_command_line() -> None:
     EngineArgs.add_cli_args = staticmethod(add_cli_args)
 
 
+def _allow_min_p_and_logit_bias() -> None:
+    original = SamplingParams._validate_spec_decode
+
+    @functools.wraps(original)
+    def validate(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
+        if speculative_config is None or speculative_config.model != PROPOSER:
+            original(self, speculative_config)
+
+    SamplingParams._validate_spec_decode = validate
+
+
 LEDGER = (
     Patch(
         target="vllm.engine.arg_utils.EngineArgs.create_engine_config",
@@ -74,6 +88,13 @@ LEDGER = (
         "parser is built",
         goes_when="vLLM lets a plugin register a speculative method",
         apply=_extend_command_line,
+    ),
+    Patch(
+        target="vllm.sampling_params.SamplingParams._validate_spec_decode",
+        why="vLLM refuses min_p and logit_bias under any speculation; our sampler applies them",
+        how="skips that check where the proposer is ours",
+        goes_when="vLLM asks the speculative method which parameters it serves",
+        apply=_allow_min_p_and_logit_bias,
     ),
 )
 

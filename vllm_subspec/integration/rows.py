@@ -22,8 +22,8 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 
 class RowProcessor:

@@ -250,7 +250,9 @@ class SubSpecRunnerMixin:
         """Grow a tree per request that goes on; returns its tokens in level order, by row."""
         batch = self.input_batch
         drafts: list[list[int]] = [[] for _ in batch.req_ids]
-        self._trees = {id_: tree for id_, tree in self._trees.items() if id_ not in batch.req_id_to_index}
+        self._trees = {
+            id_: tree for id_, tree in self._trees.items() if id_ not in batch.req_id_to_index
+        }
         requests = [
             request
             for row, tokens in enumerate(sampled_token_ids)

@@ -107,9 +107,7 @@ class _Draw:
         self.drawn = torch.full((self.starts[-1],), -1, dtype=torch.int64, device=logits.device)
         self.integers = [
             None if generator is None else peek_integers(generator, tree.depth + 1)
-            for generator, tree in zip(
-                verification.generators, verification.trees, strict=True
-            )
+            for generator, tree in zip(verification.generators, verification.trees, strict=True)
         ]
         self.processed: dict[int, torch.Tensor] = {}
 
@@ -180,7 +178,9 @@ class _Draw:
             ]
             sampled = torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds))
             tokens = torch.where(greedy, tokens, sampled)
-        self.drawn[[self.starts[request] + row for request, row in pending]] = tokens.to(torch.int64)
+        self.drawn[[self.starts[request] + row for request, row in pending]] = tokens.to(
+            torch.int64
+        )
         if self._keeps_processed():
             self.processed.update(zip(rows, logits, strict=True))
 
