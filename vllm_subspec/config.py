@@ -5,11 +5,40 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from vllm_subspec.errors import ConfigError
+
+
+def _user_path(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if not value or "\0" in value:
+        raise ValueError("this names no folder; name one, or leave the option out")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{error}; write the whole path") from error
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "chain": {"width": 1},
+    # Best-first search keeps the most probable nodes up to a budget: a wide beam, not sharpened,
+    # cut to its best nodes, keeps the same ones (arXiv 2406.02532).
+    "specexec": {"width": 16, "depth": 16, "max_nodes": 64, "draft_temperature": 1.0},
+    # Wide and shallow, not sharpened (arXiv 2305.09781).
+    "specinfer": {"width": 8, "depth": 6, "draft_temperature": 1.0},
+    "subspec": {"width": 6, "depth": 48},  # arXiv 2509.18344
+}
 
 
 class SubSpecConfig(BaseModel):
@@ -21,8 +50,11 @@ class SubSpecConfig(BaseModel):
         ConfigError: a setting is unknown, of the wrong type, or out of range.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    preset: Literal["chain", "specexec", "specinfer", "subspec"] | None = Field(
+        default=None, description="tree of a published method; options given beside it win"
+    )
     width: int = Field(default=4, ge=1, le=32, description="nodes per level, k; 1 is a chain")
     depth: int = Field(default=16, ge=1, le=256, description="levels of the tree, D")
     max_nodes: int | None = Field(
@@ -31,8 +63,13 @@ class SubSpecConfig(BaseModel):
     draft_temperature: float = Field(
         default=0.2, gt=0, le=10, description="sharpening T_d; shapes the tree, never the output"
     )
+    noise_coupling: bool = Field(
+        default=True, description="draft sampled requests with the target's own noise"
+    )
     bits: Literal[4, 8] = Field(default=4, description="bits per weight of the shadow")
-    group_size: int = Field(default=64, ge=32, le=256, description="weights that share a scale")
+    group_size: Literal[32, 64, 128, 256] = Field(
+        default=64, description="weights that share a scale at 4 bits; 8 bits scale per channel"
+    )
     quantizer: Literal["hqq", "rtn"] = Field(default="hqq", description="how the shadow is made")
     resident_layers: int = Field(
         default=0, ge=0, description="layers, from the last one back, kept on the fast tier"
@@ -40,16 +77,35 @@ class SubSpecConfig(BaseModel):
     stream: Literal["auto", "disk", "host", "off"] = Field(
         default="auto", description="where streamed layers rest; off keeps them on the fast tier"
     )
-    stream_dir: Path | None = Field(default=None, strict=False, description="folder of the spill")
+    stream_dir: Annotated[Path, BeforeValidator(_user_path)] | None = Field(
+        default=None, strict=False, description="folder of the spill; ~ is the user's home"
+    )
     slots: int = Field(default=3, ge=1, le=1024, description="fast-tier buffers, one layer each")
     emulate_link: float | None = Field(
         default=None, gt=0, description="bytes per second to throttle the link to (experiments)"
     )
     speculate: bool = Field(default=True, description="false: stream only, draft nothing")
 
+    @model_validator(mode="after")
+    def _refuse_what_cancels_out(self) -> Self:
+        if self.stream != "off":
+            return self
+        if not self.speculate:
+            raise ValueError(
+                "speculate = False with stream = 'off' leaves nothing to do: change one of them, "
+                "or run vLLM without SubSpec"
+            )
+        idle = [name for name in ("stream_dir", "emulate_link") if getattr(self, name) is not None]
+        if idle:
+            raise ValueError(
+                f"{' and '.join(idle)} would have no effect with stream = 'off': leave it out, or "
+                f"set stream to 'disk'"
+            )
+        return self
+
     def __init__(self, **options: Any) -> None:
         try:
-            super().__init__(**options)
+            super().__init__(**_with_preset(options))
         except ValidationError as error:
             raise ConfigError(_explain(error)) from error
 
@@ -62,14 +118,11 @@ class SubSpecConfig(BaseModel):
         """The settings as JSON-serialisable options; ``SubSpecConfig(**options)`` restores them."""
         return self.model_dump(mode="json")
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> SubSpecConfig:
-        """Parse options as a user wrote them; dashes in names count as underscores.
 
-        Raises:
-            ConfigError: see the class.
-        """
-        return cls(**{str(name).replace("-", "_"): value for name, value in options.items()})
+def _with_preset(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options over those of their preset; a wrong preset is left for validation to name."""
+    preset = options.get("preset")
+    return {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **options}
 
 
 def _explain(error: ValidationError) -> str:
@@ -77,11 +130,14 @@ def _explain(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
+        reason = problem["msg"].removeprefix("Value error, ")
+        if not name:
+            lines.append(reason)
+        elif problem["type"] == "extra_forbidden":
             known = SubSpecConfig.option_names()
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             lines.append(f"unknown option {name!r}: {hint}known options are {', '.join(known)}")
         else:
-            lines.append(f"option {name!r} = {problem['input']!r}: {problem['msg']}")
+            lines.append(f"option {name!r} = {problem['input']!r}: {reason}")
     return "; ".join(lines)

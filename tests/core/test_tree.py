@@ -205,3 +205,17 @@ def test_check_integrity_finds_damage(broken, values):
     GOOD.check_integrity()
     with pytest.raises(AssertionError):
         dataclasses.replace(GOOD, **{broken: values}).check_integrity()
+
+
+@FIXED
+@given(trees)
+def test_best_path_is_the_chain_to_the_best_deepest_node(tree: Tree) -> None:
+    chain = tree.best_path()
+    chain.check_integrity()
+    assert chain.levels.tolist() == list(range(1, tree.depth + 1))
+    if len(tree):
+        deepest = [i for i in range(len(tree)) if int(tree.levels[i]) == tree.depth]
+        best = max(deepest, key=lambda i: float(tree.scores[i]))
+        assert float(chain.scores[-1]) == float(tree.scores[best])
+        tops = [[int(tree.tokens[j]) for j in path_of(tree, i)] for i in deepest]
+        assert chain.tokens.tolist() in tops

@@ -116,6 +116,14 @@ class Tree:
         parents = torch.where(parents < 0, -1, renumbered[parents])
         return Tree(self.tokens[kept], parents, self.levels[kept], self.scores[kept])
 
+    def best_path(self) -> Tree:
+        """The chain that ends in the best node of the deepest level."""
+        if not len(self):
+            return self
+        deepest = self.levels == self.depth
+        best = torch.where(deepest, self.scores, -torch.inf).argmax()
+        return self.select(self.ancestor_mask()[best + 1, 1:])
+
     def ancestor_mask(self) -> Tensor:
         """bool [n + 1, n + 1]: row i is true at i and at all its ancestors.
 

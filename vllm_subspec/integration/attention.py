@@ -18,6 +18,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_subspec.draft.scratch import DraftScratch
 from vllm_subspec.errors import UnsupportedError
@@ -55,6 +57,20 @@ class DraftAttentionMetadata:
 
     scratch: DraftScratch
     layer: int
+
+
+def override_cpu_attention(active: bool) -> None:
+    """Let models built from now on in this process use our backend, or vLLM's own again.
+
+    vLLM remembers its choice of a backend, so an engine that ran here before would decide for
+    the next one.
+    """
+    if active:
+        path = f"{__name__}.{SubSpecCPUAttentionBackend.__name__}"
+        register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    else:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+    _cached_get_attn_backend.cache_clear()
 
 
 class SubSpecCPUAttentionBackend(CPUAttentionBackend):

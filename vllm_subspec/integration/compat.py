@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import vllm
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from vllm_subspec import envs
 from vllm_subspec.errors import VersionError
@@ -29,58 +29,107 @@ class Seam:
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
-SEAMS = (
-    Seam("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("self",)),
-    Seam("vllm.engine.arg_utils", "EngineArgs.add_cli_args", ("parser",)),
-    Seam(
-        "vllm.sampling_params",
-        "SamplingParams._validate_spec_decode",
-        ("self", "speculative_config"),
-    ),
-    Seam(_RUNNER, "GPUModelRunner.__init__", ("self", "vllm_config", "device")),
-    Seam(_RUNNER, "GPUModelRunner.execute_model", ("self", "scheduler_output")),
-    Seam(
-        _RUNNER,
-        "GPUModelRunner._prepare_inputs",
-        ("self", "scheduler_output", "num_scheduled_tokens"),
-    ),
-    Seam(_RUNNER, "GPUModelRunner._build_attention_metadata", ("self", "num_tokens", "num_reqs")),
-    Seam(_RUNNER, "GPUModelRunner._sample", ("self", "logits", "spec_decode_metadata")),
-    Seam(_RUNNER, "GPUModelRunner._bookkeeping_sync", ("self", "scheduler_output")),
-    Seam(_RUNNER, "GPUModelRunner._input_fits_in_drafter", ("self", "common_attn_metadata")),
-    Seam(
-        _RUNNER,
-        "GPUModelRunner.propose_draft_token_ids",
-        ("self", "scheduler_output", "sampled_token_ids"),
-    ),
-    Seam(_RUNNER, "GPUModelRunner._on_request_state_removed", ("self", "req_id", "req_state")),
-    Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ("self",)),
-    Seam(
-        "vllm.v1.sample.rejection_sampler",
-        "RejectionSampler.forward",
-        ("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
-    ),
-    Seam(
-        "vllm.v1.sample.sampler",
-        "Sampler.apply_logits_processors",
-        ("self", "logits", "sampling_metadata", "predict_bonus_token"),
-    ),
-    Seam(
-        "vllm.v1.attention.backends.cpu_attn",
-        "CPUAttentionBackendImpl.forward",
-        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-    ),
-    Seam(
-        "vllm.v1.attention.backends.cpu_attn",
-        "CPUAttentionMetadataBuilder._set_isa_to_layers",
-        ("self", "layer_names"),
-    ),
-    Seam(
-        "vllm.model_executor.offloader.base",
-        "BaseOffloader.wrap_modules",
-        ("self", "modules_generator", "prefix"),
-    ),
-    Seam("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", ("vllm_config",)),
+_CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
+_CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
+_SAMPLER = "vllm.v1.sample.sampler"
+_OFFLOADER = "vllm.model_executor.offloader.base"
+_LINEAR = "vllm.model_executor.layers.linear"
+
+SEAMS = tuple(
+    Seam(module, name, tuple(parameters.split()))
+    for module, name, parameters in (
+        # plugin
+        ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "self"),
+        ("vllm.engine.arg_utils", "EngineArgs.add_cli_args", "parser"),
+        (
+            "vllm.sampling_params",
+            "SamplingParams._validate_spec_decode",
+            "self speculative_config",
+        ),
+        ("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", "vllm_config"),
+        # worker and runner
+        ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "self"),
+        ("vllm.v1.worker.gpu_worker", "Worker.reload_weights", "self"),
+        (_RUNNER, "GPUModelRunner.__init__", "self vllm_config device"),
+        (_CPU_RUNNER, "CPUModelRunner.__init__", "self vllm_config device"),
+        (_CPU_RUNNER, "CPUModelRunner.load_model", "self"),
+        (_CPU_RUNNER, "CPUModelRunner.initialize_kv_cache", "self kv_cache_config"),
+        (_RUNNER, "GPUModelRunner.shutdown", "self"),
+        (_RUNNER, "GPUModelRunner.execute_model", "self scheduler_output"),
+        (
+            _RUNNER,
+            "GPUModelRunner._prepare_inputs",
+            "self scheduler_output num_scheduled_tokens",
+        ),
+        (_RUNNER, "GPUModelRunner._build_attention_metadata", "self num_tokens num_reqs"),
+        (_RUNNER, "GPUModelRunner._sample", "self logits spec_decode_metadata"),
+        (_RUNNER, "GPUModelRunner._bookkeeping_sync", "self scheduler_output"),
+        (_RUNNER, "GPUModelRunner._input_fits_in_drafter", "self common_attn_metadata"),
+        (
+            _RUNNER,
+            "GPUModelRunner.propose_draft_token_ids",
+            "self scheduler_output sampled_token_ids",
+        ),
+        (_RUNNER, "GPUModelRunner._on_request_state_removed", "self req_id req_state"),
+        ("vllm.forward_context", "set_forward_context", "attn_metadata vllm_config num_tokens"),
+        # sampling
+        (
+            "vllm.v1.sample.rejection_sampler",
+            "RejectionSampler.__init__",
+            "self sampler spec_config device",
+        ),
+        (
+            "vllm.v1.sample.rejection_sampler",
+            "RejectionSampler.forward",
+            "self metadata draft_probs logits sampling_metadata",
+        ),
+        (
+            _SAMPLER,
+            "Sampler.apply_logits_processors",
+            "self logits sampling_metadata predict_bonus_token",
+        ),
+        (_SAMPLER, "Sampler.apply_temperature", "logits temp all_random"),
+        (_SAMPLER, "Sampler.greedy_sample", "logits"),
+        (_SAMPLER, "Sampler.compute_logprobs", "logits"),
+        (_SAMPLER, "Sampler.gather_logprobs", "logprobs num_logprobs token_ids"),
+        ("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", "logits k p"),
+        (
+            "vllm.v1.sample.logits_processor.builtin",
+            "MinPLogitsProcessor.__init__",
+            "self vllm_config device is_pin_memory",
+        ),
+        # attention
+        (_CPU_ATTN, "CPUAttentionBackend.get_impl_cls", ""),
+        (_CPU_ATTN, "CPUAttentionBackend.get_builder_cls", ""),
+        (_CPU_ATTN, "CPUAttentionMetadataBuilder._set_isa_to_layers", "self layer_names"),
+        (
+            _CPU_ATTN,
+            "CPUAttentionBackendImpl.__init__",
+            "self num_heads head_size scale num_kv_heads",
+        ),
+        (
+            _CPU_ATTN,
+            "CPUAttentionBackendImpl.forward",
+            "self layer query key value kv_cache attn_metadata output",
+        ),
+        ("vllm.v1.attention.backends.registry", "register_backend", "backend class_path"),
+        (
+            "vllm.v1.attention.selector",
+            "_cached_get_attn_backend",
+            "backend attn_selector_config num_heads",
+        ),
+        # weights
+        (_OFFLOADER, "BaseOffloader.wrap_modules", "self modules_generator prefix"),
+        (_OFFLOADER, "BaseOffloader.post_init", "self"),
+        (_OFFLOADER, "set_offloader", "instance"),
+        (_LINEAR, "LinearMethodBase.create_weights", "self layer"),
+        (_LINEAR, "LinearMethodBase.apply", "self layer x bias"),
+        (
+            _LINEAR,
+            "LinearMethodBase.process_weights_after_loading",
+            "self layer",
+        ),
+    )
 )
 
 
@@ -90,8 +139,8 @@ def check_vllm() -> None:
     Raises:
         VersionError: names the range, or the seam.
     """
-    version = Version(vllm.__version__)
-    if version not in TESTED_VLLM and not envs.allow_untested_vllm():
+    version = vllm.__version__
+    if not _is_tested(version) and not envs.allow_untested_vllm():
         raise VersionError(
             f"vLLM {version} is outside the tested range {TESTED_VLLM}: install a tested one, or "
             f"set SUBSPEC_ALLOW_UNTESTED_VLLM=1 to run at your own risk"
@@ -102,6 +151,13 @@ def check_vllm() -> None:
             f"vLLM {version} differs where SubSpec reaches into it: {'; '.join(broken)}. Install "
             f"a vLLM in {TESTED_VLLM}"
         )
+
+
+def _is_tested(version: str) -> bool:
+    try:
+        return Version(version) in TESTED_VLLM
+    except InvalidVersion:  # vLLM calls a build without version information "dev"
+        return False
 
 
 def seam_problem(seam: Seam) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from subspec_kernels.kv_cache import gather_context
@@ -15,15 +15,38 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
 
+from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.draft.growth import grow
 from vllm_subspec.draft.scratch import DraftScratch
 from vllm_subspec.draft.tree import Tree, TreeShape
 from vllm_subspec.integration.attention import DraftAttentionMetadata
 from vllm_subspec.integration.linear import View
 from vllm_subspec.integration.rows import RowProcessor
-from vllm_subspec.verify.noise import gumbel_noise, peek_integers
+from vllm_subspec.verify.position_noise import PositionNoise
 
+_NO_TOP_K = 1 << 30
 _NUM_RANKED = 256  # tokens of a row that noise may lift; the rest are never the target's draw
+
+
+@dataclass(frozen=True)
+class DraftPolicy:
+    """How trees are grown; it may change between passes, since no output depends on it.
+
+    Attributes:
+        shape: of the trees.
+        draft_temperature: sharpening T_d.
+        noise_coupling: whether sampled requests draft with the target's own noise (D10).
+    """
+
+    shape: TreeShape
+    draft_temperature: float
+    noise_coupling: bool
+
+    @classmethod
+    def of(cls, config: SubSpecConfig) -> DraftPolicy:
+        """The policy that the settings ask for."""
+        shape = TreeShape(config.width, config.depth, config.max_nodes)
+        return cls(shape, config.draft_temperature, config.noise_coupling)
 
 
 @dataclass(frozen=True)
@@ -54,17 +77,17 @@ class Drafter:
 
     def __init__(
         self,
-        shape: TreeShape,
-        draft_temperature: float,
+        policy: DraftPolicy,
         vllm_config: VllmConfig,
         view: View,
         rows: RowProcessor,
+        noise: PositionNoise,
     ) -> None:
-        self.shape = shape
-        self._draft_temperature = draft_temperature
+        self.policy = policy
         self._vllm_config = vllm_config
         self._view = view
         self._rows = rows
+        self._noise = noise
         self._scratch = DraftScratch(vllm_config.model_config.dtype, torch.device("cpu"))
         self.num_steps = 0
         self.seconds = 0.0
@@ -93,13 +116,15 @@ class Drafter:
             params: of the whole batch, by batch row.
         """
         start = time.perf_counter()
-        depth = min(self.shape.depth, max(request.max_depth for request in requests))
-        shape = TreeShape(self.shape.width, depth, self.shape.max_nodes)
+        policy = self.policy
+        depth = min(policy.shape.depth, max(request.max_depth for request in requests))
+        shape = replace(policy.shape, depth=depth)
         self._load_context(requests, shape)
         roots = torch.tensor([request.root for request in requests])
-        rank = _Rank(self._rows, requests, metadata, params, depth)
+        noise = self._noise if policy.noise_coupling else None
+        rank = _Rank(self._rows, requests, metadata, params, depth, noise)
         step = _Step(self, requests)
-        trees = grow(step, roots, shape, self._draft_temperature, None if rank.is_plain else rank)
+        trees = grow(step, roots, shape, policy.draft_temperature, None if rank.is_plain else rank)
         self.num_steps += depth
         self.seconds += time.perf_counter() - start
         return [
@@ -149,8 +174,10 @@ class _Rank:
         metadata: SamplingMetadata,
         params: Sequence[SamplingParams],
         depth: int,
+        noise: PositionNoise | None,
     ) -> None:
         self._rows = rows
+        self._noise = noise
         self._requests = requests
         self._metadata = metadata
         self._params = params
@@ -167,26 +194,24 @@ class _Rank:
         )
         self._sampled = torch.tensor([request.generator is not None for request in requests])
         self.is_plain = not self._alters and not bool(self._sampled.any())
+        self._draws = [
+            None
+            if noise is None or request.generator is None
+            else noise.peek(request.generator, depth)
+            for request in requests
+        ]
         if bool(self._sampled.any()):
-            self._integers = torch.stack(
-                [
-                    torch.zeros(depth, dtype=torch.int64)
-                    if request.generator is None
-                    else peek_integers(request.generator, depth)
-                    for request in requests
-                ]
-            )
             self._temperature = _column([max(p.temperature, 1e-5) for p in chosen])
-            self._top_k = _column([p.top_k if p.top_k > 0 else 1 << 30 for p in chosen])
+            self._top_k = _column([p.top_k if p.top_k > 0 else _NO_TOP_K for p in chosen])
             self._top_p = _column([p.top_p for p in chosen])
             self._min_p = _column([p.min_p for p in chosen])
 
     def __call__(self, logits: torch.Tensor, level: int, history: torch.Tensor) -> torch.Tensor:
         if self._alters:
             logits = self._altered(logits, history)
-        if bool(self._sampled.any()):
-            noisy = self._noisy(logits, level)
-            logits = torch.where(self._sampled[:, None, None], noisy, logits)
+        sampled = self._sampled.nonzero().flatten()
+        if len(sampled):
+            logits[sampled] = self._noisy(logits[sampled], level, sampled)
         return logits
 
     def _altered(self, logits: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
@@ -199,23 +224,27 @@ class _Rank:
         altered = self._rows.sampler.apply_logits_processors(logits.flatten(0, 1), selected, False)
         return altered.view_as(logits)
 
-    def _noisy(self, logits: torch.Tensor, level: int) -> torch.Tensor:
+    def _noisy(self, logits: torch.Tensor, level: int, which: torch.Tensor) -> torch.Tensor:
         """Temperature, min-p, top-k, top-p on each row's best tokens, plus the target's noise.
 
         Order and cuts follow vLLM's sampler; only the tail beyond the best tokens is left out,
         which can cost agreement and never exactness.
         """
+        temperature, top_k = self._temperature[which], self._top_k[which]
         best, ids = logits.topk(min(_NUM_RANKED, logits.shape[-1]), dim=-1)
-        scaled = best / self._temperature
-        total = (logits / self._temperature).logsumexp(-1, keepdim=True)
-        probs = (scaled - total).exp()
-        barred = probs < self._min_p * probs[..., :1]
-        barred |= torch.arange(ids.shape[-1]) >= self._top_k
+        ranked = best / temperature
+        total = (logits / temperature).logsumexp(-1, keepdim=True)
+        probs = (ranked - total).exp()
+        barred = probs < self._min_p[which] * probs[..., :1]
+        barred |= torch.arange(ids.shape[-1]) >= top_k
         kept = probs.masked_fill(barred, 0)
-        kept = kept / kept.sum(-1, keepdim=True) if bool((self._top_k < 1 << 30).any()) else kept
-        barred |= kept.cumsum(-1) - kept >= self._top_p
-        noise = gumbel_noise(self._integers[:, level, None], ids)
-        ranked = (scaled + noise).float().masked_fill(barred, float("-inf"))
+        if bool((top_k < _NO_TOP_K).any()):
+            kept = kept / kept.sum(-1, keepdim=True)
+        barred |= kept.cumsum(-1) - kept >= self._top_p[which]
+        if self._noise is not None:
+            draws = torch.stack([self._draws[i][level] for i in which.tolist()])
+            ranked = (ranked + self._noise.gumbel(draws, ids)).float()
+        ranked = ranked.masked_fill(barred, float("-inf"))
         return torch.full_like(logits, float("-inf")).scatter(-1, ids, ranked)
 
 

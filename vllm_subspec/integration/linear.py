@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,13 +38,22 @@ class ShadowedLinearMethod(LinearMethodBase):
 
     ``weight`` is the streamed weight while its layer is on the fast tier; ``None`` means that the
     wrapped method holds the weight itself (a layer that is not streamed).
+
+    Args:
+        inner: the plain linear's own method.
+        view: which view computes now.
+        streamed: whether the weight comes from the slow tier.
+        finish: takes the loaded weights of the linear's layer, unless that was done.
     """
 
-    def __init__(self, inner: LinearMethodBase, view: View, streamed: bool) -> None:
+    def __init__(
+        self, inner: LinearMethodBase, view: View, streamed: bool, finish: Callable[[], None]
+    ) -> None:
         super().__init__()
         self.inner = inner
         self.view = view
         self.streamed = streamed
+        self.finish = finish
         self.weight: torch.Tensor | None = None
         self.shadow: ShadowLinear | None = None
 
@@ -52,7 +61,11 @@ class ShadowedLinearMethod(LinearMethodBase):
         self.inner.create_weights(*args, **kwargs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Repack a weight that stays; a streamed one already lies in its spill as it is."""
+        """Finish the layer, then repack a weight that stays, which may remove the plain one.
+
+        A streamed weight lies in its spill as it is.
+        """
+        self.finish()
         if not self.streamed:
             self.inner.process_weights_after_loading(layer)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from vllm_subspec.integration.linear import (
 )
 from vllm_subspec.plan import Placement, place
 from vllm_subspec.shadow import ShadowCache, ShadowSettings, build_shadows
+from vllm_subspec.shadow.formats import check_shape
 from vllm_subspec.stream import (
     DiskStore,
     LayerStreamer,
@@ -37,7 +38,10 @@ from vllm_subspec.stream import (
     TensorSpec,
 )
 
-logger = logging.getLogger(__name__)
+_NO_LINEARS = (
+    "this model has no decoder layers with plain linears to shadow or to stream: run it without "
+    "SubSpec"
+)
 
 
 @dataclass
@@ -56,6 +60,9 @@ class SubSpecOffloader(BaseOffloader):
     A layer is finished as soon as its last shard arrived: its linears become shadows, its weights
     go to the spill and leave RAM, so loading needs about one layer above the budget
     (vLLM model_executor/offloader/base.py gives the seams).
+
+    Raises:
+        ShadowCacheError: the cache's directory cannot be made private.
     """
 
     def __init__(self, config: SubSpecConfig, vllm_config: VllmConfig, rank: int) -> None:
@@ -70,7 +77,8 @@ class SubSpecOffloader(BaseOffloader):
         self._layers: list[_Layer] = []
         self._placement: Placement | None = None
         self._writer: SpillWriter | None = None
-        self._cache = ShadowCache(envs.cache_dir() / "shadows")
+        self._settings = ShadowSettings(config.bits, config.group_size, config.quantizer)
+        self._cache = ShadowCache(envs.cache_dir() / "shadows") if config.speculate else None
         self._progress: Any = None
 
     # -- loading ---------------------------------------------------------------------------------
@@ -80,8 +88,13 @@ class SubSpecOffloader(BaseOffloader):
     ) -> list[nn.Module]:
         """Wrap every linear of the decoder layers.
 
+        Everything that may be wrong with them is found before the spill is touched.
+
         Raises:
-            UnsupportedError: quantised linears, no linears, or more than one stack of layers.
+            UnsupportedError: quantised linears, no linears, linears that no kernel serves, or more
+                than one stack of layers.
+            BudgetError: more resident layers than there are.
+            SpillError: the spill cannot be created.
         """
         modules = list(modules_generator)
         if self._layers:
@@ -93,8 +106,11 @@ class SubSpecOffloader(BaseOffloader):
         for index, module in enumerate(modules):
             linears = plain_linears(module, f"layer {index}")
             self._layers.append(_Layer(module, linears))
+            if self.config.speculate and self._placement.is_streamed(index):
+                for name, linear in linears.items():
+                    check_shape(*linear.weight.shape, self._settings, f"layer {index}.{name}")
         if not any(layer.linears for layer in self._layers):
-            raise UnsupportedError("the model's decoder layers hold no plain linears to shadow")
+            raise UnsupportedError(_NO_LINEARS)
         if self.config.stream != "off":
             self._open_spill()
         for index in range(len(modules)):
@@ -112,7 +128,12 @@ class SubSpecOffloader(BaseOffloader):
             layer.done = True  # resident: the draft uses the target's own weights
             return
         for name, linear in layer.linears.items():
-            method = ShadowedLinearMethod(linear.quant_method, self.view, self._streams(index))
+            method = ShadowedLinearMethod(
+                linear.quant_method,
+                self.view,
+                self._streams(index),
+                finish=partial(self._finish_layer, index),
+            )
             linear.quant_method = method
             weight = linear.weight
             layer.missing[name] = weight.numel() * self._ranks
@@ -124,15 +145,16 @@ class SubSpecOffloader(BaseOffloader):
     def _counting(self, index: int, name: str, load: Callable[..., Any]) -> Callable[..., Any]:
         """The parameter's own loader, which also notices when its layer is complete.
 
-        Under tensor parallelism a loader gets unsharded weights, so the count is of those; where
-        that is not exact (replicated KV heads), `post_init` finishes the layer.
+        Under tensor parallelism a loader gets unsharded weights, so the count is of those. Where
+        that is not exact (replicated KV heads) or no loader runs (dummy weights), the layer is
+        finished by `ShadowedLinearMethod.process_weights_after_loading`.
         """
 
         def load_and_count(param: Any, loaded_weight: torch.Tensor, *args: Any, **kw: Any) -> Any:
             result = load(param, loaded_weight, *args, **kw)
             layer = self._layers[index]
             layer.missing[name] -= loaded_weight.numel()
-            if not layer.done and all(left == 0 for left in layer.missing.values()):
+            if all(left == 0 for left in layer.missing.values()):
                 self._finish_layer(index)
             return result
 
@@ -140,14 +162,13 @@ class SubSpecOffloader(BaseOffloader):
 
     def _finish_layer(self, index: int) -> None:
         layer = self._layers[index]
+        if layer.done:
+            return
         layer.done = True
         weights = {name: linear.weight.data for name, linear in layer.linears.items()}
         if self.config.speculate:
-            settings = ShadowSettings(
-                self.config.bits, self.config.group_size, self.config.quantizer
-            )
             shadows, cached = build_shadows(
-                weights, settings, SHADOW_DTYPE, self._cache, f"layer {index}"
+                weights, self._settings, SHADOW_DTYPE, self._cache, f"layer {index}"
             )
             for name, shadow in shadows.items():
                 layer.linears[name].quant_method.shadow = shadow
@@ -189,10 +210,16 @@ class SubSpecOffloader(BaseOffloader):
         self._writer = SpillWriter(directory, name, self._spill_layout, identity)
 
     def post_init(self) -> None:
-        """Finish what the loader did not complete by itself, then start the stream."""
-        for index, layer in enumerate(self._layers):
-            if not layer.done:
-                self._finish_layer(index)
+        """Every weight is loaded: finish layers without linears, then start the stream.
+
+        Raises:
+            UnsupportedError: the model never showed its layers.
+            SpillError: the disk fails.
+        """
+        if not self._layers:
+            raise UnsupportedError(_NO_LINEARS)
+        for index in range(len(self._layers)):
+            self._finish_layer(index)
         if self._progress is not None:
             self._progress.close()
             self._progress = None
@@ -203,6 +230,26 @@ class SubSpecOffloader(BaseOffloader):
             store = DiskStore(spill, emulate_bytes_per_s=self.config.emulate_link)
             self.streamer = LayerStreamer(store, self._spill_layout, self._placement.num_slots)
             self.streamer.start()
+
+    @property
+    def shadow_bytes(self) -> int:
+        """Bytes of all shadows."""
+        methods = [
+            linear.quant_method for layer in self._layers for linear in layer.linears.values()
+        ]
+        shadows = [method.shadow for method in methods if isinstance(method, ShadowedLinearMethod)]
+        return sum(shadow.nbytes for shadow in shadows if shadow is not None)
+
+    def placement_line(self) -> str:
+        """What stays and what streams, for the log."""
+        assert self._placement is not None
+        placement = self._placement
+        if self.streamer is None:
+            return f"{placement.num_layers} layers on the fast tier"
+        return (
+            f"streams {len(placement.streamed)} of {placement.num_layers} layers from disk "
+            f"({self.streamed_bytes_per_pass / 1e6:.0f} MB a pass) into {placement.num_slots} slots"
+        )
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -232,7 +279,10 @@ class SubSpecOffloader(BaseOffloader):
         return self._spill_layout.total_bytes if self.streamer is not None else 0
 
     def close(self) -> None:
-        """Stop reading and free the slots."""
+        """Stop reading and free the slots; a spill that is not finished is removed. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         if self.streamer is not None:
             self.streamer.close()
             self.streamer = None

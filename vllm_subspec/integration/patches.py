@@ -1,19 +1,17 @@
 """The patch ledger: each change to vLLM that no official option makes needless.
 
 Every entry says what it changes, why, how, and when it can go. All are inert unless a user asks
-for SubSpec.
+for SubSpec, and absent where a vLLM outside the tested range lacks their target.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
-
-from vllm.config import SpeculativeConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
 
 from vllm_subspec.integration.arguments import (
     PROPOSER,
@@ -23,78 +21,84 @@ from vllm_subspec.integration.arguments import (
 )
 from vllm_subspec.integration.compat import check_vllm
 
+_Function = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class Patch:
-    """One entry of the ledger."""
+    """One entry of the ledger.
+
+    Attributes:
+        target: the function that is replaced, ``module:Class.name``.
+        why: what vLLM does that cannot stay.
+        how: what the replacement does.
+        goes_when: what vLLM must offer for the patch to go.
+        replace: makes the replacement out of the original.
+    """
 
     target: str
     why: str
     how: str
     goes_when: str
-    apply: Callable[[], None]
+    replace: Callable[[_Function], _Function]
 
 
-def _translate_before_engine_config() -> None:
-    original = EngineArgs.create_engine_config
+def _translate_before_engine_config(original: _Function) -> _Function:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not asks_for_subspec(self):
+            return original(self, *args, **kwargs)
+        check_vllm()
+        config = translate(self)
+        vllm_config = original(self, *args, **kwargs)
+        from vllm_subspec.integration.support import refuse_engine  # late, as in `translate`
 
-    @functools.wraps(original)
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        if asks_for_subspec(self):
-            check_vllm()
-            translate(self)
-        return original(self, *args, **kwargs)
+        refuse_engine(vllm_config, config)
+        return vllm_config
 
-    EngineArgs.create_engine_config = create_engine_config
+    return create_engine_config
 
 
-def _extend_command_line() -> None:
-    original = EngineArgs.add_cli_args
-
-    @functools.wraps(original)
-    def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
+def _extend_command_line(original: _Function) -> _Function:
+    def add_cli_args(*args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
         accept_subspec_on_command_line(parser)
         return parser
 
-    EngineArgs.add_cli_args = staticmethod(add_cli_args)
+    return add_cli_args
 
 
-def _allow_min_p_and_logit_bias() -> None:
-    original = SamplingParams._validate_spec_decode
+def _allow_min_p_and_logit_bias(original: _Function) -> _Function:
+    def validate(self: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(speculative_config, "model", None) != PROPOSER:
+            original(self, speculative_config, *args, **kwargs)
 
-    @functools.wraps(original)
-    def validate(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
-        if speculative_config is None or speculative_config.model != PROPOSER:
-            original(self, speculative_config)
-
-    SamplingParams._validate_spec_decode = validate
+    return validate
 
 
 LEDGER = (
     Patch(
-        target="vllm.engine.arg_utils.EngineArgs.create_engine_config",
+        target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
         why="SpeculativeConfig.method is a closed list and rejects unknown keys, and worker_cls is "
         "read before the speculative configuration",
         how="translates {'method': 'subspec', ...} to custom_class, worker_cls and "
-        "additional_config before the original runs",
+        "additional_config before the original runs, and refuses what SubSpec does not serve",
         goes_when="vLLM lets a plugin register a speculative method with its own options",
-        apply=_translate_before_engine_config,
+        replace=_translate_before_engine_config,
     ),
     Patch(
-        target="vllm.engine.arg_utils.EngineArgs.add_cli_args",
+        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
         why="--speculative-config takes JSON only and --spec-method a closed list",
         how="replaces the type of the one action and extends the choices of the other, after the "
         "parser is built",
         goes_when="vLLM lets a plugin register a speculative method",
-        apply=_extend_command_line,
+        replace=_extend_command_line,
     ),
     Patch(
-        target="vllm.sampling_params.SamplingParams._validate_spec_decode",
+        target="vllm.sampling_params:SamplingParams._validate_spec_decode",
         why="vLLM refuses min_p and logit_bias under any speculation; our sampler applies them",
         how="skips that check where the proposer is ours",
         goes_when="vLLM asks the speculative method which parameters it serves",
-        apply=_allow_min_p_and_logit_bias,
+        replace=_allow_min_p_and_logit_bias,
     ),
 )
 
@@ -107,4 +111,18 @@ def apply_patches() -> None:
     if not _applied:
         _applied = True
         for patch in LEDGER:
-            patch.apply()
+            _apply(patch)
+
+
+def _apply(patch: Patch) -> None:
+    owner_name, _, name = patch.target.rpartition(".")
+    try:
+        owner = resolve_name(owner_name)
+        found = inspect.getattr_static(owner, name)
+    except (ImportError, AttributeError):
+        return  # `check_vllm` tells whoever asks for SubSpec; nobody else is concerned
+    original = getattr(owner, name)
+    replacement = functools.wraps(original)(patch.replace(original))
+    setattr(
+        owner, name, staticmethod(replacement) if isinstance(found, staticmethod) else replacement
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import NoReturn
 
 from torch import nn
 from vllm.config import VllmConfig
 
 from vllm_subspec.errors import ConfigError
-from vllm_subspec.integration.arguments import CONFIG_KEY
+from vllm_subspec.integration.arguments import CONFIG_KEY, PROPOSER
 
 
 class SubstituteProposer:
@@ -16,21 +17,30 @@ class SubstituteProposer:
 
     Drafting needs the scheduler's output, block tables and generators, which ``propose`` does
     not get: `SubSpecRunnerMixin.propose_draft_token_ids` drafts instead.
-
-    Raises:
-        ConfigError: SubSpec's plugin did not translate the engine's arguments.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        if CONFIG_KEY not in vllm_config.additional_config:
-            raise ConfigError(
-                "vllm_subspec.SubstituteProposer works only with the plugin 'subspec': allow it "
-                "in VLLM_PLUGINS, or unset that variable"
-            )
+        self._is_translated = CONFIG_KEY in vllm_config.additional_config
 
     def load_model(self, target_model: nn.Module) -> None:
         """Nothing to load: the draft is the target's own module tree."""
 
-    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """Never called; the runner drafts."""
-        raise RuntimeError("SubSpec drafts in its runner; this worker runs another one")
+    @property
+    def propose(self) -> Callable[..., NoReturn]:
+        """Never called; the runner drafts.
+
+        vLLM looks it up right after construction, whose own errors it would rewrite.
+
+        Raises:
+            ConfigError: SubSpec's plugin did not translate the engine's arguments.
+        """
+        if not self._is_translated:
+            raise ConfigError(
+                f"{PROPOSER} works only with the plugin 'subspec', which is not loaded: name it "
+                f"in the environment variable VLLM_PLUGINS, or unset that variable"
+            )
+        return _never
+
+
+def _never(*args: object, **kwargs: object) -> NoReturn:
+    raise RuntimeError("SubSpec drafts in its runner; this worker runs another one")

@@ -11,24 +11,31 @@ import numpy as np
 import torch
 from subspec_kernels.kv_cache import move_slots
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.offloader import set_offloader
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_subspec.config import SubSpecConfig
-from vllm_subspec.draft.tree import Tree, TreeShape
-from vllm_subspec.errors import UnsupportedError
+from vllm_subspec.draft.tree import Tree
+from vllm_subspec.errors import ConfigError, UnsupportedError
 from vllm_subspec.integration.arguments import CONFIG_KEY
-from vllm_subspec.integration.attention import TreeAttentionMetadata, TreeRows
-from vllm_subspec.integration.drafter import Drafter, DraftRequest
+from vllm_subspec.integration.attention import (
+    TreeAttentionMetadata,
+    TreeRows,
+    override_cpu_attention,
+)
+from vllm_subspec.integration.drafter import Drafter, DraftPolicy, DraftRequest
 from vllm_subspec.integration.offloader import SubSpecOffloader
 from vllm_subspec.integration.sampler import TreeRejectionSampler, Verification
 from vllm_subspec.integration.statistics import SpeculationCounters
 from vllm_subspec.verify.compaction import compaction_moves
 from vllm_subspec.verify.walk import Walk
+
+logger = init_logger("vllm.subspec")
 
 _EPS = 1e-5  # vLLM's border between greedy and sampled (v1/sample/sampler.py)
 
@@ -41,10 +48,7 @@ class SubSpecRunnerMixin:
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN,
-            "vllm_subspec.integration.attention.SubSpecCPUAttentionBackend",
-        )
+        override_cpu_attention(True)
         super().__init__(vllm_config, device)
         if self.uses_mrope or self.model_config.is_hybrid:
             raise UnsupportedError(
@@ -62,13 +66,12 @@ class SubSpecRunnerMixin:
         self._tree_rows: list[TreeRows] = []
         if self.speculative_config is not None:
             self.rejection_sampler = TreeRejectionSampler(self.sampler, vllm_config, device)
-            config = self.subspec_config
             self._tree_drafter = Drafter(
-                TreeShape(config.width, config.depth, config.max_nodes),
-                config.draft_temperature,
+                DraftPolicy.of(self.subspec_config),
                 vllm_config,
                 self.offloader.view,
                 self.rejection_sampler.rows,
+                self.rejection_sampler.noise,
             )
 
     # -- loading ---------------------------------------------------------------------------------
@@ -76,6 +79,18 @@ class SubSpecRunnerMixin:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.offloader.post_init()
+        logger.info(self._describe())
+
+    def _describe(self) -> str:
+        config, offloader = self.subspec_config, self.offloader
+        parts = [f"SubSpec: {offloader.placement_line()}"]
+        if self.speculative_config is not None:
+            shape = self._tree_drafter.policy.shape
+            parts.append(
+                f"drafts trees of {shape.width} x {shape.depth} ({shape.node_count} nodes) with "
+                f"{config.bits}-bit shadows of {offloader.shadow_bytes / 1e6:.0f} MB"
+            )
+        return "; ".join(parts)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
@@ -100,6 +115,7 @@ class SubSpecRunnerMixin:
     def shutdown(self) -> None:
         self.offloader.close()
         set_offloader(None)
+        override_cpu_attention(False)
         super().shutdown()
 
     # -- one step --------------------------------------------------------------------------------
@@ -221,12 +237,23 @@ class SubSpecRunnerMixin:
             batch.num_computed_tokens_cpu[: batch.num_reqs]
             >= batch.num_prompt_tokens[: batch.num_reqs]
         )
-        for row, committed in enumerate(walk.lengths.tolist()):
+        for row, length in enumerate(walk.lengths.tolist()):
             if decoding[row] and not verification.discarded[row]:
+                committed = self._num_reaching_output(row, walk.tokens[row, :length].tolist())
                 self.counters.count_pass(verification.trees[row], committed)
         if decoding.all():
             self.counters.decode_steps += 1
             self.counters.target_seconds += time.perf_counter() - self._step_start
+
+    def _num_reaching_output(self, row: int, tokens: list[int]) -> int:
+        """How many of a pass's tokens come before the end: vLLM drops what follows a stop."""
+        state = self.requests[self.input_batch.req_ids[row]]
+        stops = _stop_tokens(state.sampling_params)
+        before = len(state.output_token_ids)
+        for count, token in enumerate(tokens, start=1):
+            if token in stops and before + count >= state.sampling_params.min_tokens:
+                return count
+        return len(tokens)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's bookkeeping, without its rewinding of generators that never moved."""
@@ -250,9 +277,8 @@ class SubSpecRunnerMixin:
         """Grow a tree per request that goes on; returns its tokens in level order, by row."""
         batch = self.input_batch
         drafts: list[list[int]] = [[] for _ in batch.req_ids]
-        self._trees = {
-            id_: tree for id_, tree in self._trees.items() if id_ not in batch.req_id_to_index
-        }
+        for req_id in batch.req_ids:
+            self._trees.pop(req_id, None)
         requests = [
             request
             for row, tokens in enumerate(sampled_token_ids)
@@ -264,7 +290,11 @@ class SubSpecRunnerMixin:
         trees = self._tree_drafter.draft(requests, batch.sampling_metadata, params)
         for request, tree in zip(requests, trees, strict=True):
             if params[request.batch_row].structured_outputs is not None:
-                tree = tree.best_path()  # the scheduler checks a grammar along a chain
+                logger.info_once(
+                    "SubSpec: requests with a grammar draft a chain, along which the scheduler "
+                    "checks them"
+                )
+                tree = tree.best_path()
             self._trees[batch.req_ids[request.batch_row]] = tree
             drafts[request.batch_row] = tree.tokens.tolist()
         self.counters.draft_steps = self._tree_drafter.num_steps
@@ -278,8 +308,8 @@ class SubSpecRunnerMixin:
         params, output = state.sampling_params, state.output_token_ids
         num_tokens = int(batch.num_tokens_no_spec[row])
         max_depth = min(self.max_model_len - num_tokens, params.max_tokens - len(output)) - 1
-        stops = {params.eos_token_id, *(params.stop_token_ids or ())}
-        if max_depth < 1 or (output[-1] in stops and len(output) >= params.min_tokens):
+        ended = output[-1] in _stop_tokens(params) and len(output) >= params.min_tokens
+        if max_depth < 1 or ended:
             return None
         tables = [table.block_table.gpu[row] for table in batch.block_table.block_tables]
         return DraftRequest(
@@ -297,11 +327,31 @@ class SubSpecRunnerMixin:
         self._trees.pop(req_id, None)
         self._generators.pop(req_id, None)
 
+    def set_draft_policy(self, **changes: Any) -> None:
+        """Change tree options between passes; outputs stay the same, only speed changes.
+
+        Raises:
+            ConfigError: an option is wrong, or the tree would hold more nodes than the engine
+                was started for.
+        """
+        policy = DraftPolicy.of(SubSpecConfig(**self.subspec_config.to_options() | changes))
+        if policy.shape.node_count > self.num_spec_tokens:
+            raise ConfigError(
+                f"a tree of {policy.shape.node_count} nodes: this engine was started for at most "
+                f"{self.num_spec_tokens}; start it with a larger one"
+            )
+        self._tree_drafter.policy = policy
+
     def subspec_statistics(self) -> dict[str, Any]:
         """Counters and stream statistics since start."""
         return self.counters.report(
             self.offloader.statistics(), self.offloader.streamed_bytes_per_pass
         )
+
+
+def _stop_tokens(params: SamplingParams) -> set[int | None]:
+    """Tokens that end a request (vLLM v1/core/sched/utils.py, check_stop)."""
+    return {params.eos_token_id, *(params.stop_token_ids or ())}
 
 
 def _is_chain(tree: Tree) -> bool:

@@ -11,14 +11,14 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import sample_with_exponential_noise
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_subspec.draft.tree import Tree
-from vllm_subspec.errors import UnsupportedError
 from vllm_subspec.integration.rows import RowProcessor
-from vllm_subspec.verify.noise import draw_integers, peek_integers
+from vllm_subspec.verify.position_noise import ExponentialNoise, HashedNoise, PositionNoise
 from vllm_subspec.verify.walk import Walk, walk_trees
 
 
@@ -52,11 +52,7 @@ class TreeRejectionSampler(RejectionSampler):
 
     def __init__(self, sampler: Sampler, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(sampler, vllm_config.speculative_config, device)
-        if self.use_fp64_gumbel:
-            raise UnsupportedError(
-                "use_fp64_gumbel draws noise that SubSpec cannot reproduce per position; turn it "
-                "off, or turn SubSpec off"
-            )
+        self.noise = _position_noise(sampler, vllm_config, device)
         self.rows = RowProcessor(sampler, vllm_config, device)
         self.verification: Verification | None = None
         self.walk: Walk | None = None
@@ -105,8 +101,8 @@ class _Draw:
         self.starts = _starts([len(tree) for tree in verification.trees])
         self.logit_starts = _starts(num_draft_tokens)
         self.drawn = torch.full((self.starts[-1],), -1, dtype=torch.int64, device=logits.device)
-        self.integers = [
-            None if generator is None else peek_integers(generator, tree.depth + 1)
+        self.draws = [
+            None if generator is None else owner.noise.peek(generator, tree.depth + 1)
             for generator, tree in zip(verification.generators, verification.trees, strict=True)
         ]
         self.processed: dict[int, torch.Tensor] = {}
@@ -171,13 +167,10 @@ class _Draw:
             histories,
         )
         tokens = self.owner.sampler.greedy_sample(logits)
-        if not bool(greedy.all()):
-            seeds = [
-                0 if (drawn := self.integers[request]) is None else int(drawn[len(path)])
-                for request, path in zip(requests, paths, strict=True)
-            ]
-            sampled = torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds))
-            tokens = torch.where(greedy, tokens, sampled)
+        sampled = (~greedy).nonzero().flatten()
+        if len(sampled):
+            draws = [self.draws[requests[i]][len(paths[i])] for i in sampled.tolist()]
+            tokens[sampled] = self.owner.noise.choose(logits[sampled], torch.stack(draws))
         self.drawn[[self.starts[request] + row for request, row in pending]] = tokens.to(
             torch.int64
         )
@@ -191,7 +184,7 @@ class _Draw:
             verification.generators, walk.lengths.tolist(), verification.discarded, strict=True
         ):
             if generator is not None and not discarded:
-                draw_integers(generator, count)
+                self.owner.noise.advance(generator, count)
 
     def logprobs(self, walk: Walk, tokens: torch.Tensor) -> LogprobsTensors | None:
         """Logprobs of exactly the committed tokens, [batch * longest path, ...]."""
@@ -210,6 +203,17 @@ class _Draw:
             values = self.owner.sampler.compute_logprobs(values)
         chosen = tokens.clamp(min=0).flatten()
         return self.owner.sampler.gather_logprobs(values, wanted, chosen)
+
+
+def _position_noise(
+    sampler: Sampler, vllm_config: VllmConfig, device: torch.device
+) -> PositionNoise:
+    """The noise of the sampler that vLLM runs here (v1/sample/ops/topk_topp_sampler.py)."""
+    if device.type == "cpu" and not sampler.use_fp64_gumbel:
+        return HashedNoise(torch.ops._C.fused_gumbel_argmax)
+    dtype = torch.float64 if sampler.use_fp64_gumbel else torch.float32
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    return ExponentialNoise(vocab_size, dtype, sample_with_exponential_noise)
 
 
 def _starts(num_draft_tokens: Sequence[int]) -> list[int]:

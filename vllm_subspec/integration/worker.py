@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_subspec.errors import UnsupportedError
 from vllm_subspec.integration.runner import SubSpecCPUModelRunner
 
 
@@ -21,6 +22,22 @@ class SubSpecCPUWorker(CPUWorker):
         super().init_device()
         self.model_runner = SubSpecCPUModelRunner(self.vllm_config, self.device)
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the spill and the shadows would keep the old weights.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "SubSpec does not replace weights in place, since spill and shadows are made of the "
+            "old ones: start the engine again with the new checkpoint"
+        )
+
     def subspec_statistics(self) -> dict[str, Any]:
         """Counters of this worker; reach them by ``LLM.collective_rpc("subspec_statistics")``."""
         return self.model_runner.subspec_statistics()
+
+    def set_draft_policy(self, changes: dict[str, Any]) -> None:
+        """Change ``width``, ``depth``, ``max_nodes``, ``draft_temperature`` or
+        ``noise_coupling`` between requests: ``LLM.collective_rpc("set_draft_policy", ...)``."""
+        self.model_runner.set_draft_policy(**changes)

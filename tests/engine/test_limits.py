@@ -1,0 +1,58 @@
+"""Requests that end while a tree is deep: model length, token budgets, stop tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+MODEL_LEN = 128
+SETTINGS = {
+    "tree-4x12": {"width": 4, "depth": 12, "stream": "off"},
+    "chain-16": {"width": 1, "depth": 16, "stream": "off"},
+    "160-nodes": {"width": 8, "depth": 20, "stream": "off"},
+}
+
+
+@pytest.fixture(scope="module")
+def cases(prompts):
+    """Requests by name."""
+    few = [prompts[0], prompts[2], prompts[3]]
+    seeded = {"temperature": 0.9, "seed": 3}
+    return {
+        "model-length": [(prompt, {"max_tokens": None}) for prompt in prompts],
+        "model-length-seeded": [(prompt, {"max_tokens": None} | seeded) for prompt in prompts[:4]],
+        "max-tokens": [(p, {"max_tokens": n}) for n in (1, 2, 3, 4, 7, 11) for p in few],
+        "max-tokens-seeded": [(p, {"max_tokens": n} | seeded) for n in (1, 2, 3, 5) for p in few],
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(open_engine, small_model_dir, cases):
+    with open_engine(small_model_dir, max_model_len=MODEL_LEN) as plain:
+        return {name: plain.batch(requests) for name, requests in cases.items()}
+
+
+@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS.keys())
+def engine(request, open_engine, small_model_dir, expected):
+    with open_engine(small_model_dir, request.param, max_model_len=MODEL_LEN) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    "name", ["model-length", "model-length-seeded", "max-tokens", "max-tokens-seeded"]
+)
+def test_ends_as_plain(engine, cases, expected, name):
+    assert engine.batch(cases[name]) == expected[name]
+
+
+def test_one_request_to_the_end_of_the_model_length(engine, cases, expected):
+    assert engine.singly(cases["model-length"][2:4]) == expected["model-length"][2:4]
+    assert all(answer.finish_reason == "length" for answer in expected["model-length"])
+
+
+def test_committed_tokens_are_those_of_the_answers(engine, cases):
+    before = engine.statistics()["committed_tokens"]
+    answers = engine.batch(cases["max-tokens"])
+    committed = engine.statistics()["committed_tokens"] - before
+    assert committed == sum(len(answer.tokens) - 1 for answer in answers)
