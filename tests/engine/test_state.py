@@ -111,8 +111,8 @@ def test_finished_requests_leave_nothing(engine, prompts):
     free = pool.get_num_free_blocks()
     engine.batch([(prompt, {"max_tokens": 20, **SAMPLED}) for prompt in prompts])
     engine.batch([(prompts[0], {"max_tokens": 1})])  # the runner hears of the end in the next step
-    assert engine.runner._trees == {}
-    assert engine.runner._generators == {}
+    assert engine.runner.speculation._trees == {}
+    assert engine.runner.speculation._generators == {}
     assert pool.get_num_free_blocks() == free
 
 
@@ -124,12 +124,12 @@ def test_aborted_requests_leave_nothing(engine, prompts, num_steps):
     ids = engine.add(requests)
     for _ in range(num_steps):
         assert engine.step() == []
-    assert len(engine.runner._trees) == len(engine.runner._generators) == 4
+    assert len(engine.runner.speculation._trees) == len(engine.runner.speculation._generators) == 4
     assert pool.get_num_free_blocks() < free
     engine.llm.llm_engine.abort_request(ids[1:])
     kept = engine.finish()
     assert len(kept) == 1
     engine.batch([(prompts[0], {"max_tokens": 1})])
-    assert engine.runner._trees == {}
-    assert engine.runner._generators == {}
+    assert engine.runner.speculation._trees == {}
+    assert engine.runner.speculation._generators == {}
     assert pool.get_num_free_blocks() == free

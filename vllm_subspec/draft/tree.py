@@ -85,6 +85,11 @@ class Tree:
         """Levels below the root, 0 if there is no node."""
         return int(self.levels[-1]) if len(self) else 0
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every level holds one node: then ordinary causal attention serves it."""
+        return self.depth == len(self)
+
     def truncate(self, count: int) -> Tree:
         """The first ``count`` nodes, all of them if there are fewer."""
         assert count >= 0, count

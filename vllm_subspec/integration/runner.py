@@ -14,13 +14,10 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.offloader import set_offloader
-from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_subspec.config import SubSpecConfig
-from vllm_subspec.draft.tree import Tree
 from vllm_subspec.errors import ConfigError, UnsupportedError
 from vllm_subspec.integration.arguments import CONFIG_KEY
 from vllm_subspec.integration.attention import (
@@ -28,16 +25,15 @@ from vllm_subspec.integration.attention import (
     TreeRows,
     override_cpu_attention,
 )
-from vllm_subspec.integration.drafter import Drafter, DraftPolicy, DraftRequest
+from vllm_subspec.integration.drafter import Drafter, DraftPolicy
 from vllm_subspec.integration.offloader import SubSpecOffloader
 from vllm_subspec.integration.sampler import TreeRejectionSampler, Verification
+from vllm_subspec.integration.speculation import Speculation, num_reaching_output
 from vllm_subspec.integration.statistics import SpeculationCounters
 from vllm_subspec.verify.compaction import compaction_moves
 from vllm_subspec.verify.walk import Walk
 
 logger = init_logger("vllm.subspec")
-
-_EPS = 1e-5  # vLLM's border between greedy and sampled (v1/sample/sampler.py)
 
 
 class SubSpecRunnerMixin:
@@ -61,18 +57,18 @@ class SubSpecRunnerMixin:
         )
         set_offloader(self.offloader)
         self.counters = SpeculationCounters()
-        self._trees: dict[str, Tree] = {}
-        self._generators: dict[str, torch.Generator] = {}
+        self.speculation: Speculation | None = None
         self._tree_rows: list[TreeRows] = []
         if self.speculative_config is not None:
             self.rejection_sampler = TreeRejectionSampler(self.sampler, vllm_config, device)
-            self._tree_drafter = Drafter(
+            drafter = Drafter(
                 DraftPolicy.of(self.subspec_config),
                 vllm_config,
                 self.offloader.view,
                 self.rejection_sampler.rows,
                 self.rejection_sampler.noise,
             )
+            self.speculation = Speculation(drafter, self.max_model_len)
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -84,8 +80,8 @@ class SubSpecRunnerMixin:
     def _describe(self) -> str:
         config, offloader = self.subspec_config, self.offloader
         parts = [f"SubSpec: {offloader.placement_line()}"]
-        if self.speculative_config is not None:
-            shape = self._tree_drafter.policy.shape
+        if self.speculation is not None:
+            shape = self.speculation.drafter.policy.shape
             parts.append(
                 f"drafts trees of {shape.width} x {shape.depth} ({shape.node_count} nodes) with "
                 f"{config.bits}-bit shadows of {offloader.shadow_bytes / 1e6:.0f} MB"
@@ -109,8 +105,8 @@ class SubSpecRunnerMixin:
                 )
         self._attention_layers = layers
         self._kv_groups = groups
-        if self.speculative_config is not None:
-            self._tree_drafter.bind(self.model, layers, groups)
+        if self.speculation is not None:
+            self.speculation.drafter.bind(self.model, layers, groups)
 
     def shutdown(self) -> None:
         self.offloader.close()
@@ -131,57 +127,31 @@ class SubSpecRunnerMixin:
         """
         inputs = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self._tree_rows = []
-        if self.speculative_config is not None:
-            self._schedule_trees(scheduler_output.scheduled_spec_decode_tokens)
+        if self.speculation is not None:
+            scheduled = scheduler_output.scheduled_spec_decode_tokens
+            self._verification = self.speculation.verification(
+                self.input_batch,
+                self.requests,
+                scheduled,
+                self.discard_request_mask.np[: self.input_batch.num_reqs].tolist(),
+            )
+            self._place_trees(scheduled)
         return inputs
 
-    def _schedule_trees(self, scheduled: dict[str, list[int]]) -> None:
-        """Match each request's scheduled drafts with the tree they came from."""
-        batch = self.input_batch
-        trees, starts = [], []
-        for row, req_id in enumerate(batch.req_ids):
-            drafts = scheduled.get(req_id, ())
-            tree = self._scheduled_tree(req_id, drafts)
-            start = int(self.query_start_loc.np[row + 1]) - len(drafts) - 1
-            if not _is_chain(tree):
-                rows = slice(start, start + len(tree) + 1)
-                depths = torch.cat([tree.levels.new_zeros(1), tree.levels])
-                num_context = int(self.positions[start])
-                self.positions[rows] = num_context + depths
-                self._tree_rows.append(
-                    TreeRows(start, row, num_context, tree.ancestor_mask(), depths)
-                )
-            trees.append(tree)
-            starts.append(start)
-        states = [self.requests[req_id] for req_id in batch.req_ids]
-        self._root_tokens = starts
-        self._verification = Verification(
-            trees=trees,
-            params=[state.sampling_params for state in states],
-            outputs=[state.output_token_ids for state in states],
-            generators=[self._generator(state) for state in states],
-            discarded=self.discard_request_mask.np[: batch.num_reqs].tolist(),
-        )
-
-    def _scheduled_tree(self, req_id: str, drafts: Any) -> Tree:
-        """The head of the request's tree that was scheduled; empty for vLLM's own placeholders."""
-        tree = self._trees.get(req_id)
-        holder = self.input_batch.thinking_budget_state_holder
-        if tree is None or not drafts or (holder is not None and holder.has_tracked_requests()):
-            return Tree.empty()
-        tree = tree.truncate(len(drafts))
-        return tree if tree.tokens.tolist() == list(drafts) else Tree.empty()
-
-    def _generator(self, state: CachedRequestState) -> torch.Generator | None:
-        """What a sampled request draws from: its own seed's generator, or a private one."""
-        if state.sampling_params.temperature < _EPS:
-            return None
-        if state.generator is not None:
-            return state.generator
-        if state.req_id not in self._generators:
-            seed = int(torch.randint(0, 2**62, (1,)))
-            self._generators[state.req_id] = torch.Generator().manual_seed(seed)
-        return self._generators[state.req_id]
+    def _place_trees(self, scheduled: dict[str, list[int]]) -> None:
+        """Find each root among the batch's tokens, and give the nodes below it their positions."""
+        self._root_tokens = []
+        for row, req_id in enumerate(self.input_batch.req_ids):
+            end = int(self.query_start_loc.np[row + 1])
+            start = end - len(scheduled.get(req_id, ())) - 1
+            self._root_tokens.append(start)
+            tree = self._verification.trees[row]
+            if tree.is_chain:
+                continue
+            depths = torch.cat([tree.levels.new_zeros(1), tree.levels])
+            num_context = int(self.positions[start])
+            self.positions[start : start + len(depths)] = num_context + depths
+            self._tree_rows.append(TreeRows(start, row, num_context, tree.ancestor_mask(), depths))
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
@@ -194,7 +164,7 @@ class SubSpecRunnerMixin:
         return metadata, common
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
-        if self.speculative_config is None:
+        if self.speculation is None:
             with self._resting_generators():
                 return super()._sample(logits, spec_decode_metadata)
         verification = self._verification
@@ -232,28 +202,15 @@ class SubSpecRunnerMixin:
             move_slots(layer.kv_cache, slots[roots + moves.src], slots[roots + moves.dst])
 
     def _count(self, verification: Verification, walk: Walk) -> None:
-        batch = self.input_batch
-        decoding = (
-            batch.num_computed_tokens_cpu[: batch.num_reqs]
-            >= batch.num_prompt_tokens[: batch.num_reqs]
-        )
-        for row, length in enumerate(walk.lengths.tolist()):
+        rows = slice(self.input_batch.num_reqs)
+        prompts = self.input_batch.num_prompt_tokens[rows]
+        decoding = self.input_batch.num_computed_tokens_cpu[rows] >= prompts
+        for row, committed in enumerate(num_reaching_output(verification, walk)):
             if decoding[row] and not verification.discarded[row]:
-                committed = self._num_reaching_output(row, walk.tokens[row, :length].tolist())
                 self.counters.count_pass(verification.trees[row], committed)
         if decoding.all():
             self.counters.decode_steps += 1
             self.counters.target_seconds += time.perf_counter() - self._step_start
-
-    def _num_reaching_output(self, row: int, tokens: list[int]) -> int:
-        """How many of a pass's tokens come before the end: vLLM drops what follows a stop."""
-        state = self.requests[self.input_batch.req_ids[row]]
-        stops = _stop_tokens(state.sampling_params)
-        before = len(state.output_token_ids)
-        for count, token in enumerate(tokens, start=1):
-            if token in stops and before + count >= state.sampling_params.min_tokens:
-                return count
-        return len(tokens)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's bookkeeping, without its rewinding of generators that never moved."""
@@ -276,56 +233,17 @@ class SubSpecRunnerMixin:
     ) -> list[list[int]]:
         """Grow a tree per request that goes on; returns its tokens in level order, by row."""
         batch = self.input_batch
-        drafts: list[list[int]] = [[] for _ in batch.req_ids]
-        for req_id in batch.req_ids:
-            self._trees.pop(req_id, None)
-        requests = [
-            request
-            for row, tokens in enumerate(sampled_token_ids)
-            if tokens and (request := self._draft_request(row)) is not None
-        ]
-        if not requests:
-            return drafts
-        params = [self.requests[req_id].sampling_params for req_id in batch.req_ids]
-        trees = self._tree_drafter.draft(requests, batch.sampling_metadata, params)
-        for request, tree in zip(requests, trees, strict=True):
-            if params[request.batch_row].structured_outputs is not None:
-                logger.info_once(
-                    "SubSpec: requests with a grammar draft a chain, along which the scheduler "
-                    "checks them"
-                )
-                tree = tree.best_path()
-            self._trees[batch.req_ids[request.batch_row]] = tree
-            drafts[request.batch_row] = tree.tokens.tolist()
-        self.counters.draft_steps = self._tree_drafter.num_steps
-        self.counters.draft_seconds = self._tree_drafter.seconds
-        return drafts
-
-    def _draft_request(self, row: int) -> DraftRequest | None:
-        """What to draft for the request in ``row``; ``None`` if it is over or about to be."""
-        batch = self.input_batch
-        state = self.requests[batch.req_ids[row]]
-        params, output = state.sampling_params, state.output_token_ids
-        num_tokens = int(batch.num_tokens_no_spec[row])
-        max_depth = min(self.max_model_len - num_tokens, params.max_tokens - len(output)) - 1
-        ended = output[-1] in _stop_tokens(params) and len(output) >= params.min_tokens
-        if max_depth < 1 or ended:
-            return None
-        tables = [table.block_table.gpu[row] for table in batch.block_table.block_tables]
-        return DraftRequest(
-            batch_row=row,
-            root=output[-1],
-            num_context=num_tokens - 1,
-            max_depth=max_depth,
-            output=output,
-            generator=self._generator(state),
-            block_ids=[table.to(torch.int64) for table in tables],
+        drafts = self.speculation.draft(
+            batch, self.requests, batch.sampling_metadata, sampled_token_ids
         )
+        self.counters.draft_steps = self.speculation.drafter.num_steps
+        self.counters.draft_seconds = self.speculation.drafter.seconds
+        return drafts
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)
-        self._trees.pop(req_id, None)
-        self._generators.pop(req_id, None)
+        if self.speculation is not None:
+            self.speculation.forget(req_id)
 
     def set_draft_policy(self, **changes: Any) -> None:
         """Change tree options between passes; outputs stay the same, only speed changes.
@@ -340,22 +258,13 @@ class SubSpecRunnerMixin:
                 f"a tree of {policy.shape.node_count} nodes: this engine was started for at most "
                 f"{self.num_spec_tokens}; start it with a larger one"
             )
-        self._tree_drafter.policy = policy
+        self.speculation.drafter.policy = policy
 
     def subspec_statistics(self) -> dict[str, Any]:
         """Counters and stream statistics since start."""
         return self.counters.report(
             self.offloader.statistics(), self.offloader.streamed_bytes_per_pass
         )
-
-
-def _stop_tokens(params: SamplingParams) -> set[int | None]:
-    """Tokens that end a request (vLLM v1/core/sched/utils.py, check_stop)."""
-    return {params.eos_token_id, *(params.stop_token_ids or ())}
-
-
-def _is_chain(tree: Tree) -> bool:
-    return len(tree) == 0 or int(tree.levels[-1]) == len(tree)
 
 
 class SubSpecCPUModelRunner(SubSpecRunnerMixin, CPUModelRunner):

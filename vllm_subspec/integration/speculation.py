@@ -1,0 +1,170 @@
+"""What speculation remembers of each request between steps, keyed by request id.
+
+Batch rows are looked up anew in every step: requests move, abort and get preempted in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+from vllm_subspec.draft.tree import Tree
+from vllm_subspec.integration.drafter import Drafter, DraftRequest
+from vllm_subspec.integration.sampler import Verification
+from vllm_subspec.verify.walk import Walk
+
+logger = init_logger("vllm.subspec")
+
+_EPS = 1e-5  # vLLM's border between greedy and sampled (v1/sample/sampler.py)
+
+
+class Speculation:
+    """Trees and private generators of the requests of one runner.
+
+    Args:
+        drafter: grows the trees.
+        max_model_len: positions a request may reach.
+    """
+
+    def __init__(self, drafter: Drafter, max_model_len: int) -> None:
+        self.drafter = drafter
+        self._max_model_len = max_model_len
+        self._trees: dict[str, Tree] = {}
+        self._generators: dict[str, torch.Generator] = {}
+
+    def forget(self, req_id: str) -> None:
+        """Drop what is remembered of a request that is over."""
+        self._trees.pop(req_id, None)
+        self._generators.pop(req_id, None)
+
+    def verification(
+        self,
+        batch: InputBatch,
+        requests: Mapping[str, CachedRequestState],
+        scheduled: Mapping[str, Sequence[int]],
+        discarded: Sequence[bool],
+    ) -> Verification:
+        """What the coming pass verifies, by batch row.
+
+        Args:
+            batch: the runner's persistent batch.
+            requests: its cached request states.
+            scheduled: drafts that the scheduler kept of each request's tree.
+            discarded: rows whose draw nobody sees.
+        """
+        states = [requests[req_id] for req_id in batch.req_ids]
+        holder = batch.thinking_budget_state_holder
+        draftless = holder is not None and holder.has_tracked_requests()
+        return Verification(
+            trees=[
+                Tree.empty() if draftless else self._scheduled(req_id, scheduled.get(req_id, ()))
+                for req_id in batch.req_ids
+            ],
+            params=[state.sampling_params for state in states],
+            outputs=[state.output_token_ids for state in states],
+            generators=[self._generator(state) for state in states],
+            discarded=discarded,
+        )
+
+    def _scheduled(self, req_id: str, drafts: Sequence[int]) -> Tree:
+        """The head of the request's tree that was scheduled; empty for vLLM's own placeholders."""
+        tree = self._trees.get(req_id, Tree.empty()).truncate(len(drafts))
+        return tree if tree.tokens.tolist() == list(drafts) else Tree.empty()
+
+    def _generator(self, state: CachedRequestState) -> torch.Generator | None:
+        """What a sampled request draws from: its own seed's generator, or a private one."""
+        if state.sampling_params.temperature < _EPS:
+            return None
+        if state.generator is not None:
+            return state.generator
+        if state.req_id not in self._generators:
+            seed = int(torch.randint(0, 2**62, (1,)))
+            self._generators[state.req_id] = torch.Generator().manual_seed(seed)
+        return self._generators[state.req_id]
+
+    def draft(
+        self,
+        batch: InputBatch,
+        requests: Mapping[str, CachedRequestState],
+        metadata: SamplingMetadata,
+        sampled: Sequence[Sequence[int]],
+    ) -> list[list[int]]:
+        """Grow a tree for each request that goes on; its tokens in level order, by batch row.
+
+        Args:
+            batch: the runner's persistent batch.
+            requests: its cached request states.
+            metadata: of the batch.
+            sampled: tokens each row has just committed, already part of its output; none for an
+                unfinished prompt.
+        """
+        drafts: list[list[int]] = [[] for _ in batch.req_ids]
+        states = [requests[req_id] for req_id in batch.req_ids]
+        for req_id in batch.req_ids:
+            self._trees.pop(req_id, None)
+        wanted = [
+            request
+            for row, tokens in enumerate(sampled)
+            if tokens and (request := self._request(batch, row, states[row])) is not None
+        ]
+        if not wanted:
+            return drafts
+        params = [state.sampling_params for state in states]
+        trees = self.drafter.draft(wanted, metadata, params)
+        for request, tree in zip(wanted, trees, strict=True):
+            row = request.batch_row
+            if params[row].structured_outputs is not None:
+                logger.info_once(
+                    "SubSpec: requests with a grammar draft a chain, along which the scheduler "
+                    "checks them"
+                )
+                tree = tree.best_path()
+            self._trees[batch.req_ids[row]] = tree
+            drafts[row] = tree.tokens.tolist()
+        return drafts
+
+    def _request(
+        self, batch: InputBatch, row: int, state: CachedRequestState
+    ) -> DraftRequest | None:
+        """What to draft for a request; ``None`` if it is over, or will be with its next token."""
+        params, output = state.sampling_params, state.output_token_ids
+        num_tokens = int(batch.num_tokens_no_spec[row])
+        max_depth = min(self._max_model_len - num_tokens, params.max_tokens - len(output)) - 1
+        ended = output[-1] in stop_tokens(params) and len(output) >= params.min_tokens
+        if max_depth < 1 or ended:
+            return None
+        tables = [table.block_table.gpu[row] for table in batch.block_table.block_tables]
+        return DraftRequest(
+            batch_row=row,
+            root=output[-1],
+            num_context=num_tokens - 1,
+            max_depth=max_depth,
+            output=output,
+            generator=self._generator(state),
+            block_ids=[table.to(torch.int64) for table in tables],
+        )
+
+
+def stop_tokens(params: SamplingParams) -> set[int | None]:
+    """Tokens that end a request (vLLM v1/core/sched/utils.py, check_stop)."""
+    return {params.eos_token_id, *(params.stop_token_ids or ())}
+
+
+def num_reaching_output(verification: Verification, walk: Walk) -> list[int]:
+    """How many of each row's committed tokens come before its end: vLLM drops what follows."""
+    counts = []
+    for row, length in enumerate(walk.lengths.tolist()):
+        params, before = verification.params[row], len(verification.outputs[row])
+        stops = stop_tokens(params)
+        ends = (
+            count
+            for count, token in enumerate(walk.tokens[row, :length].tolist(), start=1)
+            if token in stops and before + count >= params.min_tokens
+        )
+        counts.append(next(ends, length))
+    return counts
