@@ -31,14 +31,21 @@ def private_directory(path: Path) -> Path:
 
     Raises:
         OSError: it cannot be created.
-        PermissionError: it exists, but is a symlink, no directory, or another user's.
+        FileExistsError: it is no directory.
+        PermissionError: it exists, but is a symlink, another user's, or others may write to it
+            (and so replace what lies in it).
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
-    if stat.S_ISLNK(info.st_mode) or not stat.S_ISDIR(info.st_mode):
-        raise PermissionError(f"{path} is not a plain directory")
+    if stat.S_ISLNK(info.st_mode):
+        raise PermissionError(f"{path} is a symbolic link; name the directory that it leads to")
     if info.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to user id {info.st_uid}, not to this process's")
+    if info.st_mode & 0o022:
+        raise PermissionError(
+            f"others may write to {path} ({stat.filemode(info.st_mode)}); run `chmod go-w` on it, "
+            f"or name a directory inside it that does not exist yet"
+        )
     return path.resolve()
 
 

@@ -18,10 +18,11 @@ SETTINGS = {
 def cases(prompts):
     """Requests by name."""
     few = [prompts[0], prompts[2], prompts[3]]
+    long = [prompts[3], f"{prompts[3]} {prompts[7][:150]}", f"{prompts[3]} {prompts[7][:190]}"]
     seeded = {"temperature": 0.9, "seed": 3}
     return {
-        "model-length": [(prompt, {"max_tokens": None}) for prompt in prompts],
-        "model-length-seeded": [(prompt, {"max_tokens": None} | seeded) for prompt in prompts[:4]],
+        "model-length": [(prompt, {"max_tokens": None}) for prompt in long],
+        "model-length-seeded": [(prompt, {"max_tokens": None} | seeded) for prompt in long],
         "max-tokens": [(p, {"max_tokens": n}) for n in (1, 2, 3, 4, 7, 11) for p in few],
         "max-tokens-seeded": [(p, {"max_tokens": n} | seeded) for n in (1, 2, 3, 5) for p in few],
     }
@@ -47,12 +48,16 @@ def test_ends_as_plain(engine, cases, expected, name):
 
 
 def test_one_request_to_the_end_of_the_model_length(engine, cases, expected):
-    assert engine.singly(cases["model-length"][2:4]) == expected["model-length"][2:4]
+    assert engine.singly(cases["model-length"][:1]) == expected["model-length"][:1]
     assert all(answer.finish_reason == "length" for answer in expected["model-length"])
 
 
-def test_committed_tokens_are_those_of_the_answers(engine, cases):
+def test_statistics_count_no_token_past_the_end(engine, cases, expected):
+    stops = [
+        (prompt, {"max_tokens": 40, "stop_token_ids": [answer.tokens[17]]})
+        for (prompt, _), answer in zip(cases["model-length"], expected["model-length"], strict=True)
+    ]
     before = engine.statistics()["committed_tokens"]
-    answers = engine.batch(cases["max-tokens"])
+    answers = engine.batch([*cases["max-tokens"], *stops])
     committed = engine.statistics()["committed_tokens"] - before
     assert committed == sum(len(answer.tokens) - 1 for answer in answers)

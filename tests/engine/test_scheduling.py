@@ -15,13 +15,19 @@ DRAFTS = {
     "streaming-only": {"speculate": False, "stream": "disk"},
 }
 SMALL_STEPS = {"max_num_batched_tokens": 64}
-SMALL_POOL = {"num_gpu_blocks_override": 14, "max_model_len": 384}
+SMALL_POOL = {"num_gpu_blocks_override": 10, "max_model_len": 256}
 ROOMS = {
     "small-steps": SMALL_STEPS,
     "small-pool": SMALL_POOL,
     "small-steps-and-pool": SMALL_STEPS | SMALL_POOL,
 }
-CASES = [(draft, room) for draft in DRAFTS for room in ROOMS]
+CASES = [
+    ("tree", "small-steps"),
+    ("tree", "small-pool"),
+    ("tree", "small-steps-and-pool"),
+    ("chain", "small-steps-and-pool"),
+    ("streaming-only", "small-steps-and-pool"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,4 +57,3 @@ def test_equal_in_little_room(open_engine, small_model_dir, requests, expected, 
     with open_engine(small_model_dir, DRAFTS[draft], **ROOMS[room]) as engine:
         assert engine.staggered(requests, every=2) == expected
         assert (engine.num_preemptions > 0) == ("pool" in room)
-        assert engine.batch(requests) == expected

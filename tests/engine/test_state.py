@@ -23,12 +23,15 @@ def engine(request, open_engine, small_model_dir):
 
 
 class PoolWatch:
-    """Checks each step's writes to the KV pool, and remembers each request's blocks."""
+    """Checks each step's writes to the KV pool, and keeps what they left of each request.
+
+    ``left`` holds keys and values of all committed positions, [layers, positions, ...], by id.
+    """
 
     def __init__(self, runner, monkeypatch):
         self.runner = runner
         self.num_steps = 0
-        self.blocks = {}
+        self.left = {}
         for name in ("execute_model", "sample_tokens", "propose_draft_token_ids"):
             original = getattr(runner, name)
             watched = getattr(self, name)
@@ -59,8 +62,9 @@ class PoolWatch:
         changed[slots] = False
         assert changed.nonzero().tolist() == []
         for row, req_id in enumerate(batch.req_ids):
-            count = -(-int(batch.num_tokens_no_spec[row]) // BLOCK)
-            self.blocks[req_id] = batch.block_table[0].block_table.gpu[row, :count].tolist()
+            count = int(batch.num_tokens_no_spec[row]) - 1  # nobody looked at the last token yet
+            blocks = batch.block_table[0].block_table.gpu[row, : -(-count // BLOCK)].tolist()
+            self.left[req_id] = self.pool()[:, blocks].flatten(1, 2)[:, :count]
         self.num_steps += 1
         return output
 
@@ -70,10 +74,6 @@ class PoolWatch:
         drafts = original(*args)
         assert torch.equal(self.pool(), before)
         return drafts
-
-    def contents(self, blocks, count):
-        """What the pool holds of a request's first ``count`` positions."""
-        return self.pool()[:, blocks].flatten(1, 2)[:, :count]
 
 
 def test_a_step_writes_its_own_slots_and_what_it_leaves_is_the_answers(
@@ -91,19 +91,16 @@ def test_a_step_writes_its_own_slots_and_what_it_leaves_is_the_answers(
     ]
     answers = engine.staggered(requests, every=2)
     assert watch.num_steps > 10
-    left = [
-        (blocks, watch.contents(blocks, BLOCK * len(blocks))) for blocks in watch.blocks.values()
-    ]
+    drafted = list(watch.left.values())
     tokenizer = engine.llm.get_tokenizer()
-    for (prompt, _), answer, (_, content) in zip(requests, answers, left, strict=True):
-        ids = [*tokenizer.encode(prompt), *answer.tokens]
+    for (prompt, _), answer, left in zip(requests, answers, drafted, strict=True):
         assert engine.llm.reset_prefix_cache()
-        watch.blocks.clear()
-        engine.batch([(ids, {"max_tokens": 1})])
-        ((blocks,),) = [watch.blocks.values()]
-        count = len(ids) - 1  # nobody looked at the last token yet
-        prefilled = watch.contents(blocks, count)
-        assert torch.allclose(content[:, :count], prefilled, rtol=1e-3, atol=1e-3)
+        watch.left.clear()
+        ids = [*tokenizer.encode(prompt), *answer.tokens]
+        engine.batch([(ids[:-1], {"max_tokens": 1})])
+        (prefilled,) = watch.left.values()
+        assert left.shape == prefilled.shape
+        assert torch.allclose(left, prefilled, rtol=1e-3, atol=1e-3)
 
 
 def test_finished_requests_leave_nothing(engine, prompts):

@@ -97,7 +97,13 @@ def _options(engine_args: Any) -> dict[str, Any]:
     """The user's options from every place they may stand in, each at most once."""
     options: dict[str, Any] = {}
     given = engine_args.speculative_config or {}
-    for name, value in ({"method": given} if given == METHOD else given).items():
+    if given == METHOD:
+        given = {"method": METHOD}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"speculative_config = {given!r}: use {METHOD!r}, or map options to values"
+        )
+    for name, value in given.items():
         _put(options, name, value, "speculative_config")
     for name, value, source in (
         ("method", engine_args.spec_method, "--spec-method"),

@@ -125,8 +125,8 @@ SEAMS = tuple(
         (_LINEAR, "LinearMethodBase.create_weights", "self layer"),
         (_LINEAR, "LinearMethodBase.apply", "self layer x bias"),
         (
-            _LINEAR,
-            "LinearMethodBase.process_weights_after_loading",
+            "vllm.model_executor.layers.quantization.base_config",
+            "QuantizeMethodBase.process_weights_after_loading",
             "self layer",
         ),
     )

@@ -26,6 +26,7 @@ from vllm_subspec.integration.linear import (
     View,
     plain_linears,
 )
+from vllm_subspec.memory import release_freed_memory
 from vllm_subspec.plan import Placement, place
 from vllm_subspec.shadow import ShadowCache, ShadowSettings, build_shadows
 from vllm_subspec.shadow.formats import check_shape
@@ -177,6 +178,8 @@ class SubSpecOffloader(BaseOffloader):
             self._writer.put(index, weights)
             for linear in layer.linears.values():
                 linear.weight.data = linear.weight.data.new_empty(0)
+            weights.clear()
+            release_freed_memory()
 
     def _advance_progress(self, cached: bool) -> None:
         assert self._placement is not None

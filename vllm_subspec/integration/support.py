@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.draft.tree import TreeShape
 from vllm_subspec.errors import ConfigError, UnsupportedError
+from vllm_subspec.integration.arguments import PROPOSER
 from vllm_subspec.plan import place
 from vllm_subspec.shadow import ShadowSettings
 from vllm_subspec.shadow.formats import shadow_format
@@ -53,11 +54,13 @@ def _refused_features(args: Any, config: SubSpecConfig) -> _Refusals:
         f"--pipeline-parallel-size {args.pipeline_parallel_size}",
         "the draft needs every layer in one process; use --tensor-parallel-size",
     )
-    yield (
-        max(args.decode_context_parallel_size, args.prefill_context_parallel_size) > 1,
-        "--decode-context-parallel-size or --prefill-context-parallel-size above 1",
-        "a tree's keys and values lie on one rank",
-    )
+    for kind in ("decode", "prefill"):
+        size = getattr(args, f"{kind}_context_parallel_size")
+        yield (
+            size > 1,
+            f"--{kind}-context-parallel-size {size}",
+            "a tree's keys and values lie on one rank",
+        )
     yield (args.enable_dbo, "--enable-dbo", "a tree's batch cannot be split in two")
     yield (
         args.quantization is not None,
@@ -99,7 +102,7 @@ def refuse_engine(vllm_config: VllmConfig, config: SubSpecConfig) -> None:
 
     Raises:
         UnsupportedError: a model that SubSpec does not serve exactly.
-        ConfigError: the tree never fits a step.
+        ConfigError: the tree never fits a step, or the checkpoint names its own speculation.
         BudgetError: more resident layers than there are.
     """
     model = vllm_config.model_config
@@ -117,6 +120,12 @@ def refuse_engine(vllm_config: VllmConfig, config: SubSpecConfig) -> None:
         raise UnsupportedError(
             "vLLM chose its Model Runner V2, and SubSpec extends V1: set the environment variable "
             "VLLM_USE_V2_MODEL_RUNNER=0, and drop options that need V2 (watermarking)"
+        )
+    found = vllm_config.speculative_config
+    if (found.model if found is not None else None) != (PROPOSER if config.speculate else None):
+        raise ConfigError(
+            f"the checkpoint names its own speculative method, {found.method!r}, and vLLM prefers "
+            f"it to SubSpec: serve the target model {model.model} by its own path"
         )
     place(model.get_total_num_hidden_layers(), config.resident_layers, config.slots)
     if config.speculate:
@@ -140,9 +149,14 @@ def _refused_models(model: ModelConfig) -> _Refusals:
         "state that a rejected draft advanced cannot be taken back",
     )
     yield (
-        model.quantization is not None or model.is_quantized,
+        model.quantization is not None,
         f"a quantised checkpoint ({model.quantization})",
         "the shadow is made from an unquantised target; serve the BF16, FP16 or FP32 checkpoint",
+    )
+    yield (
+        model.using_transformers_backend(),
+        f"a model that vLLM runs through Transformers ({model.architecture})",
+        "layers that vLLM does not build itself cannot be streamed",
     )
     yield (model.use_mla, "a model with latent attention (MLA)", "its KV cache is not read yet")
     yield (model.is_moe, "a mixture of experts", "only plain linears are shadowed and streamed yet")

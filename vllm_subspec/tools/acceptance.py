@@ -123,3 +123,18 @@ def _difference(variant: Variant, before: dict[str, Any], after: dict[str, Any])
     return Acceptance(
         variant, grew("committed_tokens") / passes, grew("drafted_nodes") / passes, rates
     )
+
+
+def render(rows: Sequence[Acceptance]) -> str:
+    """A markdown table; the first row is what the last column compares with."""
+    lines = [
+        "| tree, sampling | acceptance length | nodes a pass | of the first row |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        share = row.acceptance_length / rows[0].acceptance_length
+        lines.append(
+            f"| {row.variant.name} | {row.acceptance_length:.2f} | {row.nodes_per_pass:.0f} "
+            f"| {share:.0%} |"
+        )
+    return "\n".join(lines)

@@ -10,13 +10,16 @@ import typer
 from vllm_subspec.errors import SubSpecError
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Tools around SubSpec, speculative decoding for models that do not fit.",
 )
 
 
 @app.callback()
 def _commands() -> None:
-    """Tools around SubSpec, speculative decoding for models that do not fit."""
+    """Keeps a name before each command, even while there is one only."""
 
 
 @app.command()
@@ -38,6 +41,26 @@ def example_model(
     model = ExampleModel(widen=widen, dtype=dtype, num_layers=layers)
     written = write_example_model(directory, model)
     typer.echo(f"{directory}: {'written' if written else 'already there'}, {model}")
+
+
+@app.command()
+def acceptance(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
+    bits: Annotated[int, typer.Option(help="Bits of the shadow: 4 or 8.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens per prompt.")] = 96,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="F", help="Write the figures here too.")
+    ] = None,
+) -> None:
+    """Measure acceptance length by tree, sharpening and noise coupling on twelve prompts."""
+    import json
+
+    from vllm_subspec.tools.acceptance import measure_acceptance, render
+
+    rows = measure_acceptance(str(model), bits, new_tokens)
+    typer.echo(render(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n")
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ def tree_attention(
 
     Args:
         query: [requests, m, heads, dim], any float dtype.
-        keys: [requests, kv_heads, s, dim], context first or last, padding anywhere: the mask rules.
+        keys: [requests, kv_heads, s, dim], context and padding anywhere, the mask rules; what it
+            hides must be finite, since a zero weight times NaN is NaN.
         values: like ``keys``.
         mask: bool [requests, m, s], true where a query may look; each row has a true entry.
         scale: factor on the scores.

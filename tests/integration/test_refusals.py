@@ -1,0 +1,375 @@
+"""What SubSpec does not serve is refused before anything is loaded: value, reason and fix."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine import arg_utils
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_subspec import SubSpecConfig
+from vllm_subspec.errors import (
+    BudgetError,
+    ConfigError,
+    DependencyError,
+    SubSpecError,
+    UnsupportedError,
+)
+from vllm_subspec.integration import support
+
+pytestmark = pytest.mark.engine
+
+PROPOSER = "vllm_subspec.SubstituteProposer"
+
+
+def ask(model: str, options: Any = None, **arguments: Any) -> VllmConfig:
+    given = {"method": "subspec", **(options or {})}
+    return EngineArgs(
+        model, speculative_config=given, skip_tokenizer_init=True, **arguments
+    ).create_engine_config()
+
+
+def refusal(kind: type[SubSpecError], model: str, options: Any = None, **arguments: Any) -> str:
+    with pytest.raises(SubSpecError) as refused:
+        ask(model, options, **arguments)
+    assert type(refused.value) is kind
+    return str(refused.value)
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (
+            {"widht": 3},
+            ["unknown option 'widht'", "did you mean 'width'", "depth", "emulate_link"],
+        ),
+        ({"tree": 3}, ["unknown option 'tree'", "known options are", "speculate"]),
+        ({"depth": "8"}, ["option 'depth' = '8'", "valid integer"]),
+        ({"depth": 0}, ["option 'depth' = 0", "greater than or equal to 1"]),
+        ({"width": 33}, ["option 'width' = 33", "less than or equal to 32"]),
+        ({"bits": 5}, ["option 'bits' = 5", "4 or 8"]),
+        ({"group_size": 48}, ["option 'group_size' = 48", "32, 64, 128 or 256"]),
+        ({"quantizer": "awq"}, ["option 'quantizer' = 'awq'", "'hqq' or 'rtn'"]),
+        ({"slots": 0}, ["option 'slots' = 0", "greater than or equal to 1"]),
+        ({"num_speculative_tokens": "4"}, ["option 'max_nodes' = '4'", "valid integer"]),
+        ({"draft_tensor_parallel_size": 1}, ["unknown option 'draft_tensor_parallel_size'"]),
+        ({"speculate": "no"}, ["option 'speculate' = 'no'", "valid boolean"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options(options: dict[str, Any], parts: list[str], llama: str) -> None:
+    message = refusal(ConfigError, llama, options)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (
+            {"speculative_config": {"method": "subspec", "max_nodes": 4}, "spec_tokens": 8},
+            r"option 'max_nodes' is given twice: 4, and 8 by num_speculative_tokens",
+        ),
+        (
+            {
+                "speculative_config": {"method": "subspec", "depth": 4},
+                "additional_config": {"subspec": {"depth": 8}},
+            },
+            r"option 'depth' is given twice: 4, and 8 by additional_config\['subspec'\]",
+        ),
+        (
+            {"speculative_config": {"method": "subspec", "max-nodes": 4, "max_nodes": 5}},
+            r"option 'max_nodes' is given twice: 4, and 5 by speculative_config",
+        ),
+        (
+            {"speculative_config": {"method": "ngram"}, "spec_method": "subspec"},
+            r"option 'method' is given twice: 'ngram', and 'subspec' by --spec-method",
+        ),
+        (
+            {"speculative_config": {"method": "eagle", "model": PROPOSER}},
+            r"speculative method 'eagle' and SubSpec are asked for at once",
+        ),
+        (
+            {
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+                "additional_config": {"subspec": {}},
+            },
+            r"speculative method 'ngram' and SubSpec are asked for at once",
+        ),
+        (
+            {"speculative_config": {"method": "subspec", "model": "some/draft"}},
+            r"speculative model 'some/draft': .* takes no draft model",
+        ),
+        ({"spec_method": "subspec", "spec_model": "x"}, r"speculative model 'x'"),
+        ({"spec_method": "subspec", "speculative_config": 3}, r"speculative_config = 3: use"),
+        ({"additional_config": {"subspec": 3}}, r"additional_config\['subspec'\] = 3 must map"),
+    ],
+)
+def test_contradictory_arguments(arguments: dict[str, Any], part: str, llama: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        EngineArgs(llama, skip_tokenizer_init=True, **arguments).create_engine_config()
+
+
+# -- engine arguments ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"worker_cls": "my.Worker"}, "--worker-cls my.Worker: it brings its own worker"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2: .*--tensor-parallel-size"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"enable_dbo": True}, "--enable-dbo"),
+        ({"quantization": "fp8"}, "--quantization fp8: .* unquantised target"),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+            "--kv-transfer-config",
+        ),
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size 1.0"),
+        ({"enable_lora": True}, "--enable-lora: the shadow is of the base model"),
+        ({"cpu_offload_gb": 1}, "vLLM's own weight offloading .* resident_layers"),
+        ({"offload_backend": "uva"}, "vLLM's own weight offloading"),
+        ({"offload_group_size": 2}, "vLLM's own weight offloading"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
+        ({"logits_processors": ["my.Processor"]}, r"--logits-processors \['my.Processor'\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_engine_features(arguments: dict[str, Any], part: str, llama: str) -> None:
+    message = refusal(UnsupportedError, llama, **arguments)
+    assert re.search(f"SubSpec does not work with {part}", message)
+    assert message.endswith("Drop it, or run without SubSpec")
+
+
+def test_the_cuda_platform(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+    monkeypatch.setattr(support, "current_platform", cuda)
+    message = refusal(UnsupportedError, llama)
+    assert "the platform 'cuda': this release runs on CPUs" in message
+    assert "vllm-subspec[cpu]" in message
+
+
+def test_pinned_host_memory(llama: str) -> None:
+    message = refusal(UnsupportedError, llama, {"stream": "host"})
+    assert "stream = 'host'" in message
+    assert "'disk' or 'off'" in message
+
+
+def test_logits_processors_work_without_speculation(llama: str) -> None:
+    config = ask(llama, {"speculate": False}, logits_processors=["my.Processor"])
+    assert config.model_config.logits_processors == ["my.Processor"]
+
+
+def test_model_runner_v2(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ask(llama, {"speculate": False})
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    with pytest.raises(UnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        support.refuse_engine(config, SubSpecConfig(speculate=False))
+
+
+def test_a_quantised_kv_cache(llama: str) -> None:
+    message = refusal(UnsupportedError, llama, kv_cache_dtype="fp8")
+    assert "fp8 KV cache: set --kv-cache-dtype auto" in message
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 2}])
+def test_a_tree_larger_than_a_step(settings: dict[str, Any], llama: str) -> None:
+    message = refusal(ConfigError, llama, max_num_batched_tokens=64, **settings)
+    assert "tree of 64 nodes" in message
+    assert "step of 64 tokens" in message
+    assert "--max-num-batched-tokens to 65" in message
+    assert "max_nodes to 63" in message
+    ask(llama, {"max_nodes": 63}, max_num_batched_tokens=64, **settings)
+    ask(llama, {"speculate": False}, max_num_batched_tokens=64, **settings)
+
+
+def test_a_tree_larger_than_the_default_step(llama: str) -> None:
+    message = refusal(ConfigError, llama, {"width": 32, "depth": 256})
+    assert "tree of 8192 nodes" in message
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+def test_more_resident_layers_than_can_be(layers: int, llama: str) -> None:
+    message = refusal(BudgetError, llama, {"resident_layers": layers})
+    assert f"resident_layers={layers}" in message
+    assert "choose at most 2" in message
+    ask(llama, {"resident_layers": 2})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tensor_parallel_size": 2},
+        {"load_format": "dummy"},
+        {"dtype": "bfloat16"},
+        {"enable_prefix_caching": False},
+        {"enable_chunked_prefill": True},
+        {"enforce_eager": True},
+        {"max_num_seqs": 1},
+    ],
+    ids=str,
+)
+def test_what_is_served(arguments: dict[str, Any], llama: str) -> None:
+    assert "subspec" in ask(llama, **arguments).additional_config
+
+
+# -- packages --------------------------------------------------------------------------------------
+
+
+def test_a_missing_hqq(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hqq", None)
+    message = refusal(DependencyError, llama)
+    assert "`pip install hqq`" in message
+    assert "quantizer to 'rtn'" in message
+    for options in ({"quantizer": "rtn"}, {"bits": 8}, {"speculate": False}):
+        ask(llama, options)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+MLA = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+}
+WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "d_model": 64,
+    "is_encoder_decoder": True,
+    "pad_token_id": 0,
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token"}
+            | {"symmetric": True, "dynamic": True},
+        }
+    },
+}
+
+
+def architecture(name: str, model_type: str, **more: Any) -> dict[str, Any]:
+    return {"architectures": [name], "model_type": model_type, **more}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        pytest.param(
+            {"quantization_config": AWQ},
+            r"a quantised checkpoint \(awq\): .*; serve the BF16",
+            id="awq",
+        ),
+        pytest.param(
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            r"a quantised checkpoint \(fp8\)",
+            id="fp8",
+        ),
+        pytest.param(
+            {"quantization_config": COMPRESSED},
+            r"a quantised checkpoint \(compressed-tensors\)",
+            id="compressed-tensors",
+        ),
+        pytest.param(WHISPER, "an encoder-decoder model", id="whisper"),
+        pytest.param(
+            architecture("T5ForConditionalGeneration", "t5", is_encoder_decoder=True, d_model=64),
+            "an encoder-decoder model",
+            id="t5",
+        ),
+        pytest.param(
+            architecture("MambaForCausalLM", "mamba"), r"recurrent state \(Mamba", id="mamba"
+        ),
+        pytest.param(
+            architecture("JambaForCausalLM", "jamba", num_hidden_layers=8, num_experts=1),
+            "recurrent state",
+            id="jamba",
+        ),
+        pytest.param(MLA, r"latent attention \(MLA\)", id="mla"),
+        pytest.param(
+            architecture("MixtralForCausalLM", "mixtral", num_local_experts=4),
+            "a mixture of experts: only plain linears",
+            id="mixtral",
+        ),
+        pytest.param(architecture("BloomForCausalLM", "bloom"), "ALiBi", id="bloom"),
+        pytest.param(architecture("BertModel", "bert"), "a pooling model", id="bert"),
+        pytest.param(
+            architecture("LlamaForSequenceClassification", "llama", num_labels=2),
+            "a pooling model",
+            id="classifier",
+        ),
+        pytest.param(
+            architecture("BambaForCausalLM", "bamba"),
+            r"runs through Transformers \(TransformersForCausalLM\)",
+            id="transformers",
+        ),
+    ],
+)
+def test_models(changes: dict[str, Any], what: str, write_config: Callable[..., str]) -> None:
+    model = write_config(**changes)
+    message = refusal(UnsupportedError, model)
+    assert message.startswith(f"SubSpec cannot serve {model}, ")
+    assert re.search(what, message)
+    assert message.endswith("Run it without SubSpec")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("uses_mrope", True, "M-RoPE"),  # its classes need torchvision, which must stay out
+        ("is_diffusion", True, "a diffusion model"),
+        ("is_hybrid", True, "recurrent state"),
+        ("has_inner_state", True, "recurrent state"),
+        ("is_attention_free", True, "recurrent state"),
+    ],
+)
+def test_models_that_need_no_config_of_their_own(
+    name: str, value: bool, what: str, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ask(llama)
+    vars(config.model_config).pop(name, None)  # of a cached property
+    monkeypatch.setattr(type(config.model_config), name, value)
+    with pytest.raises(UnsupportedError, match=what):
+        support.refuse_engine(config, SubSpecConfig())
+
+
+def test_chunked_local_attention(write_config: Callable[..., str]) -> None:
+    message = refusal(UnsupportedError, write_config(attention_chunk_size=64))
+    assert "chunked local attention" in message
+
+
+def test_pooling_asked_for_by_hand(llama: str) -> None:
+    assert "a pooling model" in refusal(UnsupportedError, llama, runner="pooling")
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_a_checkpoint_that_names_its_own_speculation(
+    speculate: bool, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def override(model: str, tokenizer: Any, **rest: Any) -> tuple[str, Any, dict[str, Any]]:
+        return model, tokenizer, {"method": "ngram", "num_speculative_tokens": 2}
+
+    monkeypatch.setattr(arg_utils, "maybe_override_with_speculators", override)
+    message = refusal(ConfigError, llama, {"speculate": speculate})
+    assert "names its own speculative method, 'ngram'" in message
+    assert llama in message

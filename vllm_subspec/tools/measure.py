@@ -1,0 +1,171 @@
+"""Prompts through a running server, as a client sees them, and what SubSpec counted meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openai import DefaultHttpxClient, OpenAI
+
+from vllm_subspec.tools.serving import Server, ServerError
+
+_WARM_UP_TOKENS = 4
+_SIZES = ("streamed_bytes_per_pass",)
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One greedy answer.
+
+    Attributes:
+        prompt: token ids of the prompt, chat template included.
+        tokens: token ids of the answer, the end-of-text token included.
+        text: the answer.
+        seconds: from sending the request to the end of the answer.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Prompts asked one after another.
+
+    Attributes:
+        answers: in the prompts' order.
+        statistics: what SubSpec's counters grew by; levels lists are as long as the longest.
+    """
+
+    answers: tuple[Answer, ...]
+    statistics: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all requests, the prompts' own passes included."""
+        return sum(answer.seconds for answer in self.answers)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that reached the client."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second of request time."""
+        return self.new_tokens / self.seconds
+
+
+def run_prompts(
+    server: Server, model: str, prompts: Sequence[str], new_tokens: int, show: Show
+) -> Run:
+    """Ask each prompt as a chat message, greedily, after a short request that is not counted.
+
+    Args:
+        server: serves ``model``, with SubSpec's worker.
+        model: the name it is served under.
+        prompts: user messages.
+        new_tokens: at most, for each.
+        show: called with each piece of text as it arrives.
+
+    Raises:
+        openai.OpenAIError: a request failed.
+        ServerError: the counters cannot be read, or the token ids do not add up.
+    """
+    with DefaultHttpxClient(trust_env=False) as http:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http)
+        ask(client, model, prompts[0], _WARM_UP_TOKENS, lambda text: None)
+        before = server.statistics()
+        answers = []
+        for prompt in prompts:
+            show(f"\n> {prompt}\n")
+            answers.append(ask(client, model, prompt, new_tokens, show))
+            show("\n")
+        return Run(tuple(answers), growth(before, server.statistics()))
+
+
+def ask(client: OpenAI, model: str, prompt: str, new_tokens: int, show: Show) -> Answer:
+    """One chat completion, streamed, with the token ids that vLLM returns on request."""
+    began = time.perf_counter()
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=new_tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_token_ids": True},
+    )
+    prompt_ids: list[int] = []
+    tokens: list[int] = []
+    pieces: list[str] = []
+    counted = 0
+    for chunk in stream:
+        prompt_ids += (chunk.model_extra or {}).get("prompt_token_ids") or []
+        for choice in chunk.choices:
+            tokens += (choice.model_extra or {}).get("token_ids") or []
+            if choice.delta.content:
+                pieces.append(choice.delta.content)
+                show(choice.delta.content)
+        if chunk.usage is not None:
+            counted = chunk.usage.completion_tokens
+    seconds = time.perf_counter() - began
+    if not prompt_ids or len(tokens) != counted:
+        raise ServerError(
+            f"the server counted {counted} new tokens, but returned the ids of {len(tokens)}, and "
+            f"{len(prompt_ids)} of the prompt: it must be a vLLM that knows return_token_ids"
+        )
+    return Answer(tuple(prompt_ids), tuple(tokens), "".join(pieces), seconds)
+
+
+def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What each counter grew by; lists grow by item, and may get longer. Sizes stay as they are."""
+    grown: dict[str, Any] = {}
+    for name, value in after.items():
+        if name in _SIZES:
+            grown[name] = value
+        elif isinstance(value, list):
+            earlier = [*before[name], *[0] * (len(value) - len(before[name]))]
+            grown[name] = [new - old for new, old in zip(value, earlier, strict=True)]
+        else:
+            grown[name] = value - before[name]
+    return grown
+
+
+def stream_figures(run: Run) -> dict[str, Any]:
+    """How the link was used: bytes a pass, bytes/s while it was busy, and its busy share.
+
+    The share is of the requests' wall time, the prompts' own passes included, since the stream
+    runs in those too.
+    """
+    counted = run.statistics
+    busy_s = counted["stream_read_busy_s"]
+    return {
+        "streamed_bytes_per_pass": counted["streamed_bytes_per_pass"],
+        "link_bandwidth": counted["stream_bytes_read"] / busy_s,
+        "link_utilization": busy_s / run.seconds,
+    }
+
+
+def speculation_figures(run: Run) -> dict[str, Any]:
+    """Acceptance, and where a decode step's time goes.
+
+    ``acceptance_length`` is the paper's tau: tokens that reached the output per target pass, each
+    answer's first token left out, since the prompt's own pass gives that one.
+    """
+    counted = run.statistics
+    passes = counted["target_passes"]
+    levels = zip(counted["accepted_by_level"], counted["drafted_by_level"], strict=True)
+    return {
+        "acceptance_length": (run.new_tokens - len(run.answers)) / passes,
+        "target_passes": passes,
+        "nodes_per_pass": counted["drafted_nodes"] / passes,
+        "acceptance_by_level": [accepted / drafted for accepted, drafted in levels if drafted],
+        "draft_step_ms": 1e3 * counted["draft_seconds"] / counted["draft_steps"],
+        "target_pass_ms": 1e3 * counted["target_seconds"] / counted["decode_steps"],
+    }
