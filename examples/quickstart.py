@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +27,12 @@ from vllm_subspec.errors import ConfigError, SubSpecError
 from vllm_subspec.tools.measure import Run, run_prompts, speculation_figures, stream_figures
 from vllm_subspec.tools.prompts import PROMPTS
 from vllm_subspec.tools.provenance import provenance
-from vllm_subspec.tools.serving import free_port, running, vllm_serve
+from vllm_subspec.tools.serving import (
+    free_port,
+    interrupt_on_termination,
+    running,
+    vllm_serve,
+)
 
 console = Console(highlight=False)
 SERVER_OPTIONS = ("--max-model-len", "1024", "--max-num-seqs", "4")
@@ -46,8 +50,7 @@ def main(
 ) -> None:
     """Serve a model that streams from disk, with SubSpec and without, and compare."""
     began = time.monotonic()
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, _interrupt)
+    interrupt_on_termination()
     try:
         wrong = _quickstart(
             model or envs.cache_dir() / "example-x2",
@@ -201,10 +204,6 @@ def _heading(text: str) -> None:
 
 def _show(text: str) -> None:
     console.print(text, end="", markup=False, soft_wrap=True)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

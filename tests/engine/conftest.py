@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -208,8 +210,47 @@ def open_engine(subspec_cache: Path) -> Iterator[OpenEngine]:
 
 
 @pytest.fixture(scope="session")
+def lively_model_dir(tmp_path_factory: pytest.TempPathFactory, small_model_dir: Path) -> Path:
+    """Random weights, 4 layers, 4096 tokens, float32 (28 MB): fast, and its text never settles.
+
+    A truncated real model soon says "and, and, and", whatever its KV cache holds. Here a token
+    that changes changes half of those after it, so that a slip shows. The tokenizer is the
+    real one's, with its first 4096 tokens.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        dtype="float32",
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    directory = tmp_path_factory.mktemp("models") / "lively"
+    model.save_pretrained(directory)
+    shutil.copy(small_model_dir / "tokenizer_config.json", directory)
+    tokenizer = json.loads((small_model_dir / "tokenizer.json").read_text())
+    bpe = tokenizer["model"]
+    bpe["vocab"] = {text: id_ for text, id_ in bpe["vocab"].items() if id_ < config.vocab_size}
+    bpe["merges"] = [pair for pair in bpe["merges"] if "".join(pair) in bpe["vocab"]]
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+@pytest.fixture(scope="session")
 def prompts() -> tuple[str, ...]:
-    """Eight prompts of 3 to 90 tokens."""
+    """Eight prompts; 5 to 94 tokens of the lively model, 4 to 72 of the real one."""
     return (
         "The capital of France is",
         "Once upon a time",

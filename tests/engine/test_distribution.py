@@ -91,7 +91,6 @@ def p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
 
 
 def test_draws_follow_the_target(engine, law):
-    before = engine.statistics()
     counts = draw(engine)
     assert counts.sum() == NUM_REQUESTS
     for cells, wanted in (
@@ -101,8 +100,7 @@ def test_draws_follow_the_target(engine, law):
         (counts, law),
     ):
         assert p_value(cells, wanted) > 1e-3
-    after = engine.statistics()
-    accepted = after["accepted_by_level"][0] - before.get("accepted_by_level", [0])[0]
+    (accepted, *_) = engine.statistics()["accepted_by_level"]
     assert 0.2 * NUM_REQUESTS < accepted < 0.95 * NUM_REQUESTS  # both outcomes were tried
 
 

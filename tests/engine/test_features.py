@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
-DRAFT = {"width": 4, "depth": 8, "stream": "off"}
+DRAFT = {"width": 4, "depth": 8, "bits": 8, "stream": "off"}
 LENGTH = 32
 SEEDED = {"temperature": 0.9, "seed": 11}
 
@@ -86,12 +86,11 @@ class Free:
 
 
 @pytest.fixture(scope="module")
-def reference(open_engine, small_model_dir, prompts):
+def reference(open_engine, lively_model_dir, prompts):
     """Requests by feature, and plain vLLM's answers; "greedy" are those without any feature."""
     chosen = [prompts[0], prompts[3], prompts[5]]
-    with open_engine(small_model_dir) as plain:
-        # A light penalty, or the small model would say one thing over and over.
-        base = {"max_tokens": LENGTH, "presence_penalty": 0.3}
+    with open_engine(lively_model_dir) as plain:
+        base = {"max_tokens": LENGTH}
         greedy = [(prompt, base) for prompt in chosen]
         answers = {"greedy": plain.batch(greedy)}
         free = [Free(answer, plain.llm.get_tokenizer()) for answer in answers["greedy"]]
@@ -104,8 +103,8 @@ def reference(open_engine, small_model_dir, prompts):
 
 
 @pytest.fixture(scope="module")
-def engine(open_engine, small_model_dir, reference):
-    with open_engine(small_model_dir, DRAFT) as engine:
+def engine(open_engine, lively_model_dir, reference):
+    with open_engine(lively_model_dir, DRAFT) as engine:
         yield engine
 
 
@@ -149,7 +148,7 @@ STRUCTURES = {
 
 
 @pytest.fixture(scope="module")
-def structured(open_engine, small_model_dir, prompts):
+def structured(open_engine, lively_model_dir, prompts):
     """Requests for structured output, greedy and seeded, and plain vLLM's answers."""
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -169,13 +168,13 @@ def structured(open_engine, small_model_dir, prompts):
         ]
         for name, structure in STRUCTURES.items()
     }
-    with open_engine(small_model_dir) as plain:
+    with open_engine(lively_model_dir) as plain:
         return requests, {name: plain.batch(batch) for name, batch in requests.items()}
 
 
 @pytest.fixture(scope="module")
-def structured_engine(open_engine, small_model_dir, structured):
-    with open_engine(small_model_dir, DRAFT) as engine:
+def structured_engine(open_engine, lively_model_dir, structured):
+    with open_engine(lively_model_dir, DRAFT) as engine:
         yield engine
 
 
@@ -200,7 +199,7 @@ def test_structured_output_beside_free_requests(structured_engine, structured, p
     assert found[1::2] == answers["regex"]
 
 
-def test_processed_logprobs(open_engine, small_model_dir, prompts):
+def test_processed_logprobs(open_engine, lively_model_dir, prompts):
     requests = [
         (prompts[0], {"max_tokens": 16, "logprobs": 3}),
         (prompts[3], {"max_tokens": 16, "logprobs": 2, "repetition_penalty": 1.2}),
@@ -208,8 +207,8 @@ def test_processed_logprobs(open_engine, small_model_dir, prompts):
         (prompts[6], {"max_tokens": 16, "top_p": 0.9, **SEEDED}),
     ]
     mode = {"logprobs_mode": "processed_logprobs"}
-    with open_engine(small_model_dir, **mode) as plain:
+    with open_engine(lively_model_dir, **mode) as plain:
         expected = plain.batch(requests)
-    with open_engine(small_model_dir, DRAFT, **mode) as engine:
+    with open_engine(lively_model_dir, DRAFT, **mode) as engine:
         assert_same(engine.batch(requests), expected)
         assert_same(engine.singly(requests[:1]), expected[:1])

@@ -6,15 +6,16 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
+# 8 bits agree with the target so often that paths are deep, 4 bits so rarely that most end soon.
 SETTINGS = {
-    "tree-4x12-disk": {"width": 4, "depth": 12, "stream": "disk"},
-    "tree-4x12": {"width": 4, "depth": 12, "stream": "off"},
-    "chain-16-disk": {"width": 1, "depth": 16, "stream": "disk"},
-    "chain-16": {"width": 1, "depth": 16, "stream": "off"},
+    "tree-4x12-disk": {"width": 4, "depth": 12, "bits": 8, "stream": "disk"},
+    "tree-4x12-4-bits": {"width": 4, "depth": 12, "bits": 4, "stream": "off"},
+    "chain-16": {"width": 1, "depth": 16, "bits": 8, "stream": "off"},
+    "chain-16-4-bits-disk": {"width": 1, "depth": 16, "bits": 4, "stream": "disk"},
     "tree-2x6-resident-2": {"width": 2, "depth": 6, "resident_layers": 2, "stream": "disk"},
-    "tree-3x5-8-bits": {"width": 3, "depth": 5, "bits": 8, "stream": "disk"},
-    "best-20-of-6x8": {"width": 6, "depth": 8, "max_nodes": 20, "slots": 1, "stream": "disk"},
-    "160-nodes": {"width": 8, "depth": 20, "stream": "off"},
+    "tree-3x5-1-slot": {"width": 3, "depth": 5, "bits": 8, "slots": 1, "stream": "disk"},
+    "best-20-of-6x8": {"width": 6, "depth": 8, "max_nodes": 20, "bits": 8, "stream": "off"},
+    "160-nodes": {"width": 8, "depth": 20, "bits": 8, "stream": "off"},
     "streaming-only": {"speculate": False, "stream": "disk"},
 }
 WHOLE = {"max_tokens": 64}
@@ -33,17 +34,17 @@ def follow_ups(story: str, told: tuple[int, ...], tokenizer) -> list[tuple[list[
 
 
 @pytest.fixture(scope="module")
-def expected(open_engine, small_model_dir, prompts):
+def expected(open_engine, lively_model_dir, prompts):
     """Plain vLLM's answers: to all prompts, and to follow-ups of the story."""
-    with open_engine(small_model_dir) as plain:
+    with open_engine(lively_model_dir) as plain:
         answers = plain.batch([(prompt, WHOLE) for prompt in prompts])
         follow = follow_ups(prompts[3], answers[3].tokens, plain.llm.get_tokenizer())
         return answers, follow, plain.batch(follow)
 
 
 @pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS.keys())
-def engine(request, open_engine, small_model_dir, expected):
-    with open_engine(small_model_dir, request.param) as engine:
+def engine(request, open_engine, lively_model_dir, expected):
+    with open_engine(lively_model_dir, request.param) as engine:
         yield engine
 
 
@@ -51,10 +52,8 @@ def test_eight_requests_that_arrive_one_by_one(engine, prompts, expected):
     assert engine.staggered([(prompt, WHOLE) for prompt in prompts]) == expected[0]
 
 
-def test_requests_alone(request, engine, prompts, expected):
-    number = 8 if request.node.callspec.id in ("tree-4x12-disk", "chain-16") else 2
-    requests = [(prompt, WHOLE) for prompt in prompts[:number]]
-    assert engine.singly(requests) == expected[0][:number]
+def test_requests_alone(engine, prompts, expected):
+    assert engine.singly([(prompt, WHOLE) for prompt in prompts]) == expected[0]
 
 
 def test_prefix_cache_hits(engine, prompts, expected):
@@ -80,7 +79,7 @@ def test_statistics_tell_what_ran(engine, prompts):
     }
     if config.speculate:
         assert delta["committed_tokens"] == SOME["max_tokens"] - 1  # the first is the prompt's
-        assert delta["committed_tokens"] > 2 * delta["target_passes"]
+        assert delta["committed_tokens"] > delta["target_passes"]
         most = min(config.width * config.depth, config.max_nodes or 10**6)
         assert 0 < delta["drafted_nodes"] <= most * delta["target_passes"]
     else:

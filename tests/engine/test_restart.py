@@ -9,17 +9,17 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
-DRAFT = {"width": 4, "depth": 8, "stream": "disk", "quantizer": "rtn"}
+DRAFT = {"width": 4, "depth": 8, "bits": 8, "stream": "disk"}
 
 
 @pytest.fixture(scope="module")
 def requests(prompts):
-    return [(prompt, {"max_tokens": 20}) for prompt in prompts[:4]]
+    return [(prompt, {"max_tokens": 20}) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def expected(open_engine, small_model_dir, requests):
-    with open_engine(small_model_dir) as plain:
+def expected(open_engine, lively_model_dir, requests):
+    with open_engine(lively_model_dir) as plain:
         return plain.batch(requests)
 
 
@@ -29,10 +29,10 @@ def stream_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def start(open_engine, small_model_dir, requests, stream_dir):
+def start(open_engine, lively_model_dir, requests, stream_dir):
     """Start an engine on the module's spill, and return its answers."""
 
-    def start(model=small_model_dir, directory=stream_dir):
+    def start(model=lively_model_dir, directory=stream_dir):
         with open_engine(model, DRAFT | {"stream_dir": str(directory)}) as engine:
             return engine.batch(requests)
 
@@ -99,12 +99,12 @@ def test_damaged_shadow_is_made_anew(
 
 
 def test_checkpoint_that_changed_under_its_path(
-    open_engine, small_model_dir, start, expected, requests, tmp_path
+    open_engine, lively_model_dir, start, expected, requests, tmp_path
 ):
     from safetensors.torch import load_file, save_file
 
     model = tmp_path / "model"
-    shutil.copytree(small_model_dir, model)
+    shutil.copytree(lively_model_dir, model)
     assert start(model, tmp_path / "spill") == expected
     for shard in sorted(model.glob("*.safetensors")):
         weights = load_file(shard)

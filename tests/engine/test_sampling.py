@@ -19,9 +19,15 @@ SAMPLING = {
     },
 }
 SETTINGS = {
-    "tree-4x12-disk": {"width": 4, "depth": 12, "stream": "disk"},
-    "chain-16": {"width": 1, "depth": 16, "stream": "off"},
-    "tree-3x8-uncoupled": {"width": 3, "depth": 8, "stream": "off", "noise_coupling": False},
+    "tree-4x12-disk": {"width": 4, "depth": 12, "bits": 8, "stream": "disk"},
+    "chain-16-4-bits": {"width": 1, "depth": 16, "bits": 4, "stream": "off"},
+    "tree-3x8-uncoupled": {
+        "width": 3,
+        "depth": 8,
+        "bits": 8,
+        "stream": "off",
+        "noise_coupling": False,
+    },
     "streaming-only": {"speculate": False, "stream": "disk"},
 }
 TOKENS = {"max_tokens": 24}
@@ -37,14 +43,14 @@ def cases(prompts):
 
 
 @pytest.fixture(scope="module")
-def expected(open_engine, small_model_dir, cases):
-    with open_engine(small_model_dir, max_num_seqs=20) as plain:
+def expected(open_engine, lively_model_dir, cases):
+    with open_engine(lively_model_dir, max_num_seqs=20) as plain:
         return {name: plain.batch(requests) for name, requests in cases.items()}
 
 
 @pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS.keys())
-def engine(request, open_engine, small_model_dir, expected):
-    with open_engine(small_model_dir, request.param, max_num_seqs=20) as engine:
+def engine(request, open_engine, lively_model_dir, expected):
+    with open_engine(lively_model_dir, request.param, max_num_seqs=20) as engine:
         yield engine
 
 

@@ -10,24 +10,18 @@ import pytest
 pytestmark = pytest.mark.engine
 
 DRAFTS = {
-    "tree": {"width": 4, "depth": 12, "stream": "off"},
-    "chain": {"width": 1, "depth": 16, "stream": "disk"},
+    "tree": {"width": 4, "depth": 12, "bits": 8, "stream": "off"},
+    "chain": {"width": 1, "depth": 16, "bits": 8, "stream": "disk"},
     "streaming-only": {"speculate": False, "stream": "disk"},
 }
 SMALL_STEPS = {"max_num_batched_tokens": 64}
-SMALL_POOL = {"num_gpu_blocks_override": 10, "max_model_len": 256}
+SMALL_POOL = {"num_gpu_blocks_override": 11, "max_model_len": 320}
 ROOMS = {
     "small-steps": SMALL_STEPS,
     "small-pool": SMALL_POOL,
     "small-steps-and-pool": SMALL_STEPS | SMALL_POOL,
 }
-CASES = [
-    ("tree", "small-steps"),
-    ("tree", "small-pool"),
-    ("tree", "small-steps-and-pool"),
-    ("chain", "small-steps-and-pool"),
-    ("streaming-only", "small-steps-and-pool"),
-]
+CASES = [(draft, room) for draft in DRAFTS for room in ROOMS]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +41,13 @@ def requests(prompts):
 
 
 @pytest.fixture(scope="module")
-def expected(open_engine, small_model_dir, requests):
-    with open_engine(small_model_dir) as plain:
+def expected(open_engine, lively_model_dir, requests):
+    with open_engine(lively_model_dir) as plain:
         return plain.batch(requests)
 
 
 @pytest.mark.parametrize(("draft", "room"), CASES)
-def test_equal_in_little_room(open_engine, small_model_dir, requests, expected, draft, room):
-    with open_engine(small_model_dir, DRAFTS[draft], **ROOMS[room]) as engine:
+def test_equal_in_little_room(open_engine, lively_model_dir, requests, expected, draft, room):
+    with open_engine(lively_model_dir, DRAFTS[draft], **ROOMS[room]) as engine:
         assert engine.staggered(requests, every=2) == expected
         assert (engine.num_preemptions > 0) == ("pool" in room)

@@ -8,17 +8,17 @@ import torch
 pytestmark = pytest.mark.engine
 
 SETTINGS = {
-    "tree-4x12": {"width": 4, "depth": 12, "stream": "off"},
-    "chain-16": {"width": 1, "depth": 16, "stream": "disk"},
+    "tree-4x12": {"width": 4, "depth": 12, "bits": 8, "stream": "off"},
+    "chain-16": {"width": 1, "depth": 16, "bits": 8, "stream": "disk"},
 }
 BLOCK = 32
 SAMPLED = {"temperature": 0.9}
 
 
 @pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS.keys())
-def engine(request, open_engine, small_model_dir):
+def engine(request, open_engine, lively_model_dir):
     options = {"block_size": BLOCK, "num_gpu_blocks_override": 48}
-    with open_engine(small_model_dir, request.param, **options) as engine:
+    with open_engine(lively_model_dir, request.param, **options) as engine:
         yield engine
 
 

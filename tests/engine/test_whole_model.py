@@ -8,19 +8,19 @@ pytestmark = pytest.mark.engine
 
 
 def test_whole_model(open_engine, example_model_dir, prompts):
-    greedy = {"max_tokens": 40}
+    greedy = {"max_tokens": 64}
     seeded = greedy | {"temperature": 0.8, "top_p": 0.9, "seed": 1}
-    requests = [(prompt, greedy) for prompt in prompts[:5]]
-    requests += [(prompt, seeded) for prompt in prompts[5:]]
+    requests = [(prompt, greedy) for prompt in prompts]
+    requests += [(prompt, seeded) for prompt in prompts[:3]]
     chat = "<|im_start|>user\nIs water wet? Say yes or no.<|im_end|>\n<|im_start|>assistant\n"
     requests.append((chat, {"max_tokens": 60, "ignore_eos": False}))
-    with open_engine(example_model_dir) as plain:
+    with open_engine(example_model_dir, max_num_seqs=12) as plain:
         expected = plain.batch(requests)
     assert "Paris" in expected[0].text
     assert expected[-1].finish_reason == "stop"
     # Rounding to nearest instead of HQQ: 106 million weights in seconds, not in half a minute.
     subspec = {"width": 4, "depth": 12, "stream": "disk", "quantizer": "rtn"}
-    with open_engine(example_model_dir, subspec) as engine:
+    with open_engine(example_model_dir, subspec, max_num_seqs=12) as engine:
         assert engine.batch(requests) == expected
         assert engine.singly(requests[:1]) == expected[:1]
         statistics = engine.statistics()

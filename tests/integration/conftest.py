@@ -30,7 +30,7 @@ LLAMA: dict[str, Any] = {
 WriteConfig = Callable[..., str]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _inspect_models_in_this_process() -> Iterator[None]:
     """vLLM looks at a model's class in a process of its own, which takes ten seconds each."""
     from vllm.model_executor.models import registry

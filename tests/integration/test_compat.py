@@ -45,7 +45,12 @@ def test_the_ledger_says_all_of_each_patch(patch: patches.Patch) -> None:
     for part in name.split("."):
         replaced = getattr(replaced, part)
     assert replaced.__module__ == module, "the patch does not keep the original's name"
-    assert inspect.unwrap(replaced) is not replaced, "the patch is not applied"
+    original = inspect.unwrap(replaced)
+    assert original is not replaced, "the patch is not applied"
+    owner, last = name.split(".")
+    kind = inspect.getattr_static(getattr(importlib.import_module(module), owner), last)
+    is_method = next(iter(inspect.signature(original).parameters)) == "self"
+    assert isinstance(kind, staticmethod) is not is_method
 
 
 def overrides(ours: type) -> Iterator[tuple[str, str]]:

@@ -209,6 +209,26 @@ def test_weights_leave_ram_as_they_load(make: Make) -> None:
         assert layer.down.bias.numel() == 64
 
 
+def test_under_tensor_parallelism_shards_of_every_rank_count(make: Make) -> None:
+    """A rank's loaders see the whole checkpoint and keep their part of it."""
+    offloader, modules = make(ranks=2), layers(1)
+    offloader.wrap_modules(iter(modules))
+    load(modules[0], checkpoint(1)[0])
+    assert modules[0].down.weight.numel() > 0
+    load(modules[0], checkpoint(1)[0])
+    assert modules[0].down.weight.numel() == 0
+
+
+def test_a_layer_keeps_no_weights_once_it_has_run(make: Make) -> None:
+    offloader, modules = make(), layers()
+    offloader.wrap_modules(iter(modules))
+    for layer, weights in zip(modules, checkpoint(), strict=True):
+        load(layer, weights)
+    offloader.post_init()
+    run(modules, inputs())
+    assert [layer.down.quant_method.weight for layer in modules] == [None] * 3
+
+
 def test_a_weight_that_comes_twice_after_all_fails_loudly(make: Make) -> None:
     offloader, modules = make(), layers(1)
     offloader.wrap_modules(iter(modules))

@@ -280,7 +280,8 @@ def test_registering_again_changes_nothing() -> None:
 
 def test_without_the_plugin_the_long_form_says_so(without_plugin: dict[str, Any]) -> None:
     found = without_plugin["long form"]
-    assert found.startswith("ConfigError: vllm_subspec.SubstituteProposer works only with")
+    assert found.startswith("ConfigError: vllm_subspec.SubstituteProposer, by exactly this name")
+    assert "works only with the plugin 'subspec'" in found
     assert "VLLM_PLUGINS" in found
 
 

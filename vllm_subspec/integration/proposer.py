@@ -36,8 +36,9 @@ class SubstituteProposer:
         """
         if not self._is_translated:
             raise ConfigError(
-                f"{PROPOSER} works only with the plugin 'subspec', which is not loaded: name it "
-                f"in the environment variable VLLM_PLUGINS, or unset that variable"
+                f"{PROPOSER}, by exactly this name, works only with the plugin 'subspec', which "
+                f"is not loaded: name it in the environment variable VLLM_PLUGINS, or unset that "
+                f"variable"
             )
         return _never
 

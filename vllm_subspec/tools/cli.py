@@ -63,6 +63,22 @@ def acceptance(
         json_file.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n")
 
 
+@app.command()
+def memory(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder.")],
+) -> None:
+    """Print resident memory of serving DIR: streamed by SubSpec, or with its weights in RAM."""
+    from vllm_subspec.tools.memory import KV_CACHE_BYTES, measure_memory
+    from vllm_subspec.tools.serving import interrupt_on_termination
+
+    interrupt_on_termination()
+    typer.echo(f"worker process after serving, KV cache of {KV_CACHE_BYTES >> 20} MiB included")
+    typer.echo("| way to serve | resident | peak |\n|---|---|---|")
+    for use in measure_memory(model):
+        resident, peak = use.memory.resident / 1e9, use.memory.peak / 1e9
+        typer.echo(f"| {use.way} | {resident:.2f} GB | {peak:.2f} GB |")
+
+
 def main() -> None:
     """Run the command line; an expected error is one line on stderr and exit status 2."""
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +78,7 @@ def run_prompts(
         openai.OpenAIError: a request failed.
         ServerError: the counters cannot be read, or the token ids do not add up.
     """
-    with DefaultHttpxClient(trust_env=False) as http:
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http)
+    with openai_client(server) as client:
         ask(client, model, prompts[0], _WARM_UP_TOKENS, lambda text: None)
         before = server.statistics()
         answers = []
@@ -87,6 +87,13 @@ def run_prompts(
             answers.append(ask(client, model, prompt, new_tokens, show))
             show("\n")
         return Run(tuple(answers), growth(before, server.statistics()))
+
+
+@contextmanager
+def openai_client(server: Server) -> Iterator[OpenAI]:
+    """A client of ``server`` that goes past any proxy, for as long as the block lasts."""
+    with DefaultHttpxClient(trust_env=False) as http:
+        yield OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0)
 
 
 def ask(client: OpenAI, model: str, prompt: str, new_tokens: int, show: Show) -> Answer:

@@ -50,11 +50,10 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this package runs from; ``None`` when it was installed as a wheel."""
+    """Of the checkout that this package runs from; ``None`` where git knows of none."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
-    describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-    return subprocess.run(
-        [*describe, "--exclude=*"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    said = subprocess.run(describe, cwd=root, check=False, capture_output=True, text=True)
+    return said.stdout.strip() or None

@@ -21,6 +21,8 @@ from vllm_subspec.errors import SubSpecError
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _STOP_S = 30.0
+_WORKERS_STOP_S = 5.0
+_DEATH_S = 2.0
 _TAIL_LINES = 30
 
 
@@ -109,6 +111,12 @@ def free_port() -> int:
         return port
 
 
+def interrupt_on_termination() -> None:
+    """Let SIGTERM and SIGHUP end this program as Ctrl-C does: with its servers stopped."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.default_int_handler)
+
+
 @contextmanager
 def running(
     command: Sequence[str], port: int, log: Path, timeout_s: float = 300.0
@@ -173,7 +181,7 @@ def _explaining_death(server: Server) -> Iterator[None]:
     except Exception as error:
         # A crash closes the connection a moment before the process is gone.
         with suppress(subprocess.TimeoutExpired):
-            server.process.wait(timeout=2.0)
+            server.process.wait(timeout=_DEATH_S)
             raise ServerError(_obituary(server)) from error
         raise
 
@@ -200,24 +208,32 @@ def _memory(pid: int) -> Memory:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server to end, wait for its whole group, and kill what is left of it."""
+    """Ask the server to end, wait for it and for its workers, and kill what is left of them."""
     try:
-        process.terminate()
-        deadline = time.monotonic() + _STOP_S
-        while _group(process) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+        if process.poll() is not None:
+            _wait_for_group(process.pid, _WORKERS_STOP_S)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        _wait_for_group(process.pid, _WORKERS_STOP_S)
 
 
-def _group(process: subprocess.Popen[bytes]) -> list[int]:
-    """The living processes that the server started, itself included."""
-    process.poll()
-    living = []
-    for other in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getpgid(other.pid) == process.pid and other.status() != psutil.STATUS_ZOMBIE:
-                living.append(other.pid)
-    return living
+def _wait_for_group(group: int, timeout_s: float) -> None:
+    """Return when no process of the group lives, or when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while any(_lives_in(other, group) for other in psutil.process_iter()):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_S)
+
+
+def _lives_in(process: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return False
