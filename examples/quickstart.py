@@ -34,10 +34,12 @@ from vllm_subspec.tools.serving import (
     vllm_serve,
 )
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False)
 SERVER_OPTIONS = ("--max-model-len", "1024", "--max-num-seqs", "4")
 
 
+@app.command()
 def main(
     model: Annotated[
         Path | None,
@@ -60,7 +62,7 @@ def main(
             output,
         )
     except (SubSpecError, OpenAIError) as error:
-        console.print(f"quickstart: {error}", style="red", markup=False)
+        Console(stderr=True).print(f"quickstart: {error}", markup=False, soft_wrap=True)
         raise SystemExit(2) from error
     console.print(f"Took {time.monotonic() - began:.0f} s; all figures are in {output}.")
     if wrong:
@@ -83,7 +85,7 @@ def _quickstart(
     record = {"model": model, **_figures(plain, subspec, options), **audited}
     record |= provenance(shlex.join(["examples/quickstart", *sys.argv[1:]]))
     output.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-    console.print(_table(record))
+    Console(width=120).print(_table(record))
     return int(record["wrong_tokens"])
 
 
@@ -130,8 +132,13 @@ def _audit(folder: Path, plain: Run, subspec: Run) -> dict[str, Any]:
         f"{len(divergences)} of {len(plain.answers)} answers differ somewhere; "
         f"{len(divergences) - len(wrong)} by a near-tie of bfloat16, {len(wrong)} wrongly."
     )
-    for divergence in divergences:
-        console.print(str(divergence), style="dim")
+    for d in divergences:
+        console.print(
+            f"answer {d.prompt + 1}, token {d.position + 1}: {d.expected} without, {d.found} with; "
+            f"in float32 {d.gap:.2f} below the best logit, rounding may close {d.tolerance:.2f}",
+            style="dim",
+            soft_wrap=True,
+        )
     return {
         "divergences": len(divergences),
         "near_ties": len(divergences) - len(wrong),
@@ -190,12 +197,14 @@ def _table(record: dict[str, Any]) -> Table:
 def _parse(options: str) -> dict[str, Any]:
     try:
         parsed = json.loads(options)
-        if isinstance(parsed, dict):
-            SubSpecConfig(**parsed)
-            return parsed
-    except json.JSONDecodeError:
-        pass
-    raise ConfigError(f"--options {options!r} is no JSON object")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--options {options!r} is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"--options {options!r} is no JSON object")
+    if fixed := parsed.keys() & {"speculate", "stream"}:
+        raise ConfigError(f"leave {', '.join(fixed)} out of --options: both ways are compared here")
+    SubSpecConfig(**parsed)
+    return parsed
 
 
 def _heading(text: str) -> None:
@@ -207,4 +216,4 @@ def _show(text: str) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

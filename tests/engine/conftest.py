@@ -178,14 +178,12 @@ def _open_spills() -> list[str]:
 def _open_engine(
     model: Path, subspec: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Engine]:
-    threads = set(threading.enumerate())
     engine = Engine(model, subspec, options)
     try:
         yield engine
     finally:
         engine.close()
-        left = set(threading.enumerate()) - threads
-        assert [t for t in left if type(t).__name__ != "TMonitor"] == []  # tqdm keeps that one
+        assert [t for t in threading.enumerate() if t.name.startswith("subspec")] == []
         assert _open_spills() == []
 
 

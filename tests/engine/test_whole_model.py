@@ -8,10 +8,10 @@ pytestmark = pytest.mark.engine
 
 
 def test_whole_model(open_engine, example_model_dir, prompts):
-    greedy = {"max_tokens": 64}
+    greedy = {"max_tokens": 48}
     seeded = greedy | {"temperature": 0.8, "top_p": 0.9, "seed": 1}
-    requests = [(prompt, greedy) for prompt in prompts]
-    requests += [(prompt, seeded) for prompt in prompts[:3]]
+    requests = [(prompt, greedy) for prompt in prompts[:6]]
+    requests += [(prompt, seeded) for prompt in prompts[6:]]
     chat = "<|im_start|>user\nIs water wet? Say yes or no.<|im_end|>\n<|im_start|>assistant\n"
     requests.append((chat, {"max_tokens": 60, "ignore_eos": False}))
     with open_engine(example_model_dir, max_num_seqs=12) as plain:
@@ -22,6 +22,5 @@ def test_whole_model(open_engine, example_model_dir, prompts):
     subspec = {"width": 4, "depth": 12, "stream": "disk", "quantizer": "rtn"}
     with open_engine(example_model_dir, subspec, max_num_seqs=12) as engine:
         assert engine.batch(requests) == expected
-        assert engine.singly(requests[:1]) == expected[:1]
         statistics = engine.statistics()
     assert statistics["committed_tokens"] > 3 * statistics["target_passes"]

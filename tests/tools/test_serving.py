@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from vllm_subspec.tools import serving
-from vllm_subspec.tools.measure import growth, run_prompts
+from vllm_subspec.tools.measure import run_prompts
 from vllm_subspec.tools.serving import Server, ServerError, free_port, running, vllm_serve
 
 FAKE = Path(__file__).with_name("fake_server.py")
@@ -122,22 +122,24 @@ def test_stubborn_server_is_killed(
 def test_signal_to_the_program_stops_its_server(tmp_path: Path, signum: signal.Signals) -> None:
     port = free_port()
     command = [sys.executable, str(FAKE), str(port), "well", str(tmp_path / "child")]
+    # A shell that starts this suite in the background has SIGINT ignored by all its children.
     program = f"""
-import sys, time
+import signal, time
 from pathlib import Path
 from vllm_subspec.tools.serving import interrupt_on_termination, running
+signal.signal(signal.SIGINT, signal.default_int_handler)
 interrupt_on_termination()
 with running({command!r}, {port}, Path({str(tmp_path / "log")!r})):
     print("up", flush=True)
     time.sleep(60)
 """
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signum)
-    _, errors = process.communicate(timeout=20)
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signum)
+        _, errors = process.communicate(timeout=20)
     assert errors.endswith("KeyboardInterrupt\n")
     assert not is_alive(child_pid(tmp_path))
 
@@ -156,10 +158,3 @@ def test_command_line_stays_on_the_loopback_interface() -> None:
         *("env", "VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "models/m"),
         *("--host", "127.0.0.1", "--port", "123", "--max-model-len=64"),
     ]
-
-
-def test_growth_is_by_item_and_leaves_sizes() -> None:
-    before = {"passes": 2, "seconds": 0.5, "levels": [2, 1], "streamed_bytes_per_pass": 9}
-    after = {"passes": 5, "seconds": 2.0, "levels": [3, 1, 4], "streamed_bytes_per_pass": 9}
-    grown = {"passes": 3, "seconds": 1.5, "levels": [1, 0, 4], "streamed_bytes_per_pass": 9}
-    assert growth(before, after) == grown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,11 +46,6 @@ class SubSpecRunnerMixin:
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         override_cpu_attention(True)
         super().__init__(vllm_config, device)
-        if self.uses_mrope or self.model_config.is_hybrid:
-            raise UnsupportedError(
-                "SubSpec serves text models with ordinary rotary positions and attention only: "
-                "multi-modal positions (M-RoPE) and recurrent state are not supported yet"
-            )
         self.subspec_config = SubSpecConfig(**vllm_config.additional_config[CONFIG_KEY])
         self.offloader = SubSpecOffloader(
             self.subspec_config, vllm_config, self.parallel_config.rank
@@ -73,8 +68,11 @@ class SubSpecRunnerMixin:
     # -- loading ---------------------------------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        self.offloader.post_init()
+        with ExitStack() as on_failure:
+            on_failure.callback(self.offloader.close)  # leaves no half-written spill behind
+            super().load_model(*args, **kwargs)
+            self.offloader.post_init()
+            on_failure.pop_all()
         logger.info(self._describe())
 
     def _describe(self) -> str:
