@@ -10,6 +10,15 @@ DRAFT = {"width": 4, "depth": 8, "bits": 8, "stream": "off"}
 LENGTH = 32
 SEEDED = {"temperature": 0.9, "seed": 11}
 
+
+def repetition_detection():
+    """Make the model repeat itself, and stop it when it does so for the third time."""
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    limits = RepetitionDetectionParams(max_pattern_size=2, min_pattern_size=1, min_count=3)
+    return {"frequency_penalty": -2.0, "repetition_detection": limits}
+
+
 # Parameters from the greedy answer to the same prompt, so that each has something to change.
 # Features that change the tokens of greedy answers:
 ALTERING = {
@@ -26,20 +35,21 @@ ALTERING = {
         "stop_token_ids": [free.tokens[6], free.tokens[12], free.tokens[20]],
     },
     "repetition-penalty": lambda _: {"repetition_penalty": 1.3},
-    "presence-penalty": lambda _: {"presence_penalty": 1.5},
-    "frequency-penalty": lambda _: {"frequency_penalty": 1.5},
+    "presence-penalty": lambda _: {"presence_penalty": -1.5},
+    "frequency-penalty": lambda _: {"frequency_penalty": -1.5},
     "all-penalties": lambda _: {
         "repetition_penalty": 1.1,
         "presence_penalty": 0.4,
         "frequency_penalty": -0.3,
     },
     "stop-token": lambda free: {"stop_token_ids": [free.tokens[13]]},
+    "repetition-detection": lambda _: repetition_detection(),
     "stop-string": lambda free: {"stop": [free.words(14, 16)]},
     "stop-string-included": lambda free: {
         "stop": [free.words(11, 14)],
         "include_stop_str_in_output": True,
     },
-    "stop-string-after-min-tokens": lambda free: {"stop": [free.words(5, 6)], "min_tokens": 9},
+    "stop-string-after-min-tokens": lambda _: {"stop": ["e"], "min_tokens": 9},
 }
 # Those that leave them alone, and sampled ones:
 OTHERS = {

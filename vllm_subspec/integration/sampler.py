@@ -150,7 +150,15 @@ class _Draw:
 
     def _keeps_processed(self) -> bool:
         owner = self.owner
-        return self.metadata.max_num_logprobs is not None and owner.is_processed_logprobs_mode
+        return self._num_logprobs() is not None and owner.is_processed_logprobs_mode
+
+    def _num_logprobs(self) -> int | None:
+        """Most logprobs that any request wants beside its token's own; ``None`` if none does."""
+        given = self.metadata.logprob_token_ids or {}
+        counts = [len(token_ids) for token_ids in given.values()]
+        if self.metadata.max_num_logprobs is not None:
+            counts.append(self.metadata.max_num_logprobs)
+        return max(counts, default=None)
 
     def _draw_rows(self, pending: list[tuple[int, int]], paths: list[list[int]]) -> None:
         rows = [self.logit_starts[request] + row for request, row in pending]
@@ -188,7 +196,7 @@ class _Draw:
 
     def logprobs(self, walk: Walk, tokens: torch.Tensor) -> LogprobsTensors | None:
         """Logprobs of exactly the committed tokens, [batch * longest path, ...]."""
-        wanted = self.metadata.max_num_logprobs
+        wanted = self._num_logprobs()
         if wanted is None:
             return None
         starts = torch.tensor(self.logit_starts[:-1], device=tokens.device)
@@ -202,7 +210,13 @@ class _Draw:
         if not self.owner.is_logits_logprobs_mode:
             values = self.owner.sampler.compute_logprobs(values)
         chosen = tokens.clamp(min=0).flatten()
-        return self.owner.sampler.gather_logprobs(values, wanted, chosen)
+        tensors = self.owner.sampler.gather_logprobs(values, wanted, chosen)
+        for request, token_ids in (self.metadata.logprob_token_ids or {}).items():
+            own = slice(request * tokens.shape[1], (request + 1) * tokens.shape[1])
+            given = torch.tensor(token_ids, device=tokens.device)
+            tensors.logprob_token_ids[own, 1 : 1 + len(given)] = given.to(torch.int32)
+            tensors.logprobs[own, 1 : 1 + len(given)] = values[own, given]
+        return tensors
 
 
 def _position_noise(
