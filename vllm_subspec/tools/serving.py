@@ -23,7 +23,7 @@ _POLL_S = 0.2
 _STOP_S = 30.0
 _WORKERS_STOP_S = 5.0
 _DEATH_S = 2.0
-_TAIL_LINES = 30
+_TAIL_LINES = 40
 
 
 class ServerError(SubSpecError, RuntimeError):
