@@ -68,7 +68,7 @@ def measure_acceptance(
         prompts: chat messages.
         variants: rows to measure; the widest tree is what the engine is started for.
     """
-    from vllm import LLM, SamplingParams  # noqa: TID251 - tools may start an engine
+    from vllm_subspec.integration.offline import LLM, SamplingParams
 
     largest = max(variants, key=lambda variant: variant.width * variant.depth)
     options = {
