@@ -133,6 +133,15 @@ def test_feature(engine, reference, name):
         assert answers[name] != answers["greedy"]
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in ALTERING if "stop" in name or "repetition-d" in name]
+)
+def test_reference_ends_for_the_reason_given(reference, name):
+    _, answers = reference
+    reason = "repetition" if name == "repetition-detection" else "stop"
+    assert [answer.finish_reason for answer in answers[name]] == [reason] * 3
+
+
 def test_all_features_in_one_batch(engine, reference):
     requests, answers = reference
     names = [name for name in FEATURES if name != "two-completions"]

@@ -28,7 +28,6 @@ SETTINGS = {
         "stream": "off",
         "noise_coupling": False,
     },
-    "streaming-only": {"speculate": False, "stream": "disk"},
 }
 TOKENS = {"max_tokens": 24}
 

@@ -23,15 +23,18 @@ def engine(request, open_engine, lively_model_dir):
 
 
 class PoolWatch:
-    """Checks each step's writes to the KV pool, and keeps what they left of each request.
+    """Looks at each step's writes to the KV pool.
 
-    ``left`` holds keys and values of all committed positions, [layers, positions, ...], by id.
+    ``left`` holds keys and values of all committed positions, [layers, positions, ...], by id;
+    ``strays`` the slots that changed though no token of the step was theirs.
     """
 
     def __init__(self, runner, monkeypatch):
         self.runner = runner
         self.num_steps = 0
         self.left = {}
+        self.strays = []
+        self.drafts_wrote = False
         for name in ("execute_model", "sample_tokens", "propose_draft_token_ids"):
             original = getattr(runner, name)
             watched = getattr(self, name)
@@ -60,7 +63,7 @@ class PoolWatch:
         changed = (self.pool() != self.before).any(-1).any(0).flatten()
         assert bool(changed.any())
         changed[slots] = False
-        assert changed.nonzero().tolist() == []
+        self.strays += changed.nonzero().flatten().tolist()
         for row, req_id in enumerate(batch.req_ids):
             count = int(batch.num_tokens_no_spec[row]) - 1  # nobody looked at the last token yet
             blocks = batch.block_table[0].block_table.gpu[row, : -(-count // BLOCK)].tolist()
@@ -69,10 +72,9 @@ class PoolWatch:
         return output
 
     def propose_draft_token_ids(self, original, *args):
-        """Drafts go to a scratch of their own."""
         before = self.pool()
         drafts = original(*args)
-        assert torch.equal(self.pool(), before)
+        self.drafts_wrote |= not torch.equal(self.pool(), before)
         return drafts
 
 
@@ -91,6 +93,8 @@ def test_a_step_writes_its_own_slots_and_what_it_leaves_is_the_answers(
     ]
     answers = engine.staggered(requests, every=2)
     assert watch.num_steps > 10
+    assert watch.strays == []
+    assert not watch.drafts_wrote
     drafted = list(watch.left.values())
     tokenizer = engine.llm.get_tokenizer()
     for (prompt, _), answer, left in zip(requests, answers, drafted, strict=True):
