@@ -16,7 +16,7 @@ async def main(model: str) -> None:
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=model,
-            speculative_config={"method": "subspec", "width": 4, "depth": 16},
+            speculative_config={"method": "subspec"},
             max_model_len=2048,
             max_num_seqs=4,
         )

@@ -13,7 +13,7 @@ def main(model: str) -> None:
     """Ask both questions in one batch, then say how well the shadow drafted."""
     llm = LLM(
         model,
-        speculative_config={"method": "subspec", "width": 4, "depth": 16},
+        speculative_config={"method": "subspec"},
         max_model_len=2048,
         max_num_seqs=4,
     )

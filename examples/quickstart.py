@@ -160,8 +160,8 @@ def _figures(plain: Run, subspec: Run, options: dict[str, Any]) -> dict[str, Any
         **stream_figures(subspec),
         "plain_link_utilization": stream_figures(plain)["link_utilization"],
         "tree": {
-            "width": config.width,
-            "depth": config.depth,
+            "width": config.width or "auto",
+            "depth": config.depth or "auto",
             "nodes_per_pass": nodes_per_pass,
         },
         "options": options,
@@ -176,7 +176,8 @@ def _table(record: dict[str, Any]) -> Table:
         "SubSpec": f"{record['subspec_tokens_per_s']:.2f} tokens/s",
         "speedup": f"{record['speedup']:.2f}x",
         "acceptance length": f"{record['acceptance_length']:.2f} tokens per target pass",
-        "tree": f"{tree['width']}x{tree['depth']}, {tree['nodes_per_pass']:.0f} nodes per pass",
+        "tree": f"width {tree['width']}, depth {tree['depth']}, "
+        f"{tree['nodes_per_pass']:.0f} nodes per pass",
         "draft step": f"{record['draft_step_ms']:.0f} ms",
         "target pass": f"{record['target_pass_ms']:.0f} ms",
         "streamed": f"{record['streamed_bytes_per_pass'] / 1e6:.0f} MB per target pass",

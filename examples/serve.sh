@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../ci/env.sh"
 
 exec vllm serve "$1" \
     --host 127.0.0.1 \
-    --speculative-config '{"method": "subspec", "width": 4, "depth": 16}' \
+    --speculative-config subspec \
     --max-model-len 2048 \
     --max-num-seqs 4 \
     "${@:2}"

@@ -30,6 +30,15 @@ def _user_path(value: object) -> object:
         raise ValueError(f"{error}; write the whole path") from error
 
 
+def _auto_is_none(value: object) -> object:
+    return None if value == "auto" else value
+
+
+_AUTO = BeforeValidator(_auto_is_none)  # "auto", like leaving the option out, lets the plan decide
+
+AUTO_WIDTH, AUTO_DEPTH = 4, 16
+"""The tree to begin with where neither the user nor a plan chose one."""
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "chain": {"width": 1},
     # Best-first search keeps the most probable nodes up to a budget: a wide beam, not sharpened,
@@ -55,9 +64,17 @@ class SubSpecConfig(BaseModel):
     preset: Literal["chain", "specexec", "specinfer", "subspec"] | None = Field(
         default=None, description="tree of a published method; options given beside it win"
     )
-    width: int = Field(default=4, ge=1, le=32, description="nodes per level, k; 1 is a chain")
-    depth: int = Field(default=16, ge=1, le=256, description="levels of the tree, D")
-    max_nodes: int | None = Field(
+    memory_budget: int | float | str | None = Field(
+        default=None,
+        description="fast-tier memory for weights, shadows, slots, scratch and KV: 8GiB, 70%, auto",
+    )
+    width: Annotated[int | None, _AUTO] = Field(
+        default=None, ge=1, le=32, description="nodes per level, k; 1 is a chain"
+    )
+    depth: Annotated[int | None, _AUTO] = Field(
+        default=None, ge=1, le=256, description="levels of the tree, D"
+    )
+    max_nodes: Annotated[int | None, _AUTO] = Field(
         default=None, ge=1, le=8192, description="best nodes kept for verification"
     )
     draft_temperature: float = Field(
@@ -66,13 +83,20 @@ class SubSpecConfig(BaseModel):
     noise_coupling: bool = Field(
         default=True, description="draft sampled requests with the target's own noise"
     )
-    bits: Literal[4, 8] = Field(default=4, description="bits per weight of the shadow")
-    group_size: Literal[32, 64, 128, 256] = Field(
-        default=64, description="weights that share a scale at 4 bits; 8 bits scale per channel"
+    post_speculation: bool = Field(
+        default=True, description="draft on while the target's weights stream"
     )
-    quantizer: Literal["hqq", "rtn"] = Field(default="hqq", description="how the shadow is made")
-    resident_layers: int = Field(
-        default=0, ge=0, description="layers, from the last one back, kept on the fast tier"
+    bits: Annotated[Literal[4, 6, 8] | None, _AUTO] = Field(
+        default=None, description="bits per weight of every shadow"
+    )
+    group_size: Literal[32, 64, 128, 256] = Field(
+        default=64, description="weights that share a scale"
+    )
+    quantizer: Literal["hqq", "rtn"] = Field(
+        default="hqq", description="how 4-bit shadows are made; others round to nearest"
+    )
+    resident_layers: Annotated[int | None, _AUTO] = Field(
+        default=None, ge=0, description="layers, from the last one back, kept on the fast tier"
     )
     stream: Literal["auto", "disk", "host", "off"] = Field(
         default="auto", description="where streamed layers rest; off keeps them on the fast tier"
@@ -80,7 +104,9 @@ class SubSpecConfig(BaseModel):
     stream_dir: Annotated[Path, BeforeValidator(_user_path)] | None = Field(
         default=None, strict=False, description="folder of the spill; ~ is the user's home"
     )
-    slots: int = Field(default=3, ge=1, le=1024, description="fast-tier buffers, one layer each")
+    slots: Annotated[int | None, _AUTO] = Field(
+        default=None, ge=1, le=1024, description="fast-tier buffers, one layer each"
+    )
     emulate_link: float | None = Field(
         default=None, gt=0, description="bytes per second to throttle the link to (experiments)"
     )
@@ -95,7 +121,11 @@ class SubSpecConfig(BaseModel):
                 "speculate = False with stream = 'off' leaves nothing to do: change one of them, "
                 "or run vLLM without SubSpec"
             )
-        idle = [name for name in ("stream_dir", "emulate_link") if getattr(self, name) is not None]
+        idle = [
+            name
+            for name in ("memory_budget", "stream_dir", "emulate_link")
+            if getattr(self, name) is not None
+        ]
         if idle:
             raise ValueError(
                 f"{' and '.join(idle)} would have no effect with stream = 'off': leave it out, or "
@@ -108,6 +138,12 @@ class SubSpecConfig(BaseModel):
             super().__init__(**_with_preset(options))
         except ValidationError as error:
             raise ConfigError(_explain(error)) from error
+
+    @property
+    def node_count(self) -> int:
+        """Most nodes that a tree hands to verification; the engine is started for that many."""
+        grown = (self.width or AUTO_WIDTH) * (self.depth or AUTO_DEPTH)
+        return grown if self.max_nodes is None else min(grown, self.max_nodes)
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:

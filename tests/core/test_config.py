@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,30 +19,35 @@ from vllm_subspec.draft import tree
 from vllm_subspec.errors import ConfigError
 from vllm_subspec.shadow import formats, quantizers
 
+AUTO = st.sampled_from([None, "auto"])
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "preset": st.sampled_from([None, *PRESETS]),
-    "width": st.integers(1, 32),
-    "depth": st.integers(1, 256),
-    "max_nodes": st.none() | st.integers(1, 8192),
+    "memory_budget": AUTO | st.sampled_from(["8GiB", "70%"]) | st.floats(0, 1) | st.integers(0),
+    "width": AUTO | st.integers(1, 32),
+    "depth": AUTO | st.integers(1, 256),
+    "max_nodes": AUTO | st.integers(1, 8192),
     "draft_temperature": st.floats(1e-3, 10) | st.integers(1, 10),
     "noise_coupling": st.booleans(),
-    "bits": st.sampled_from([4, 8]),
+    "post_speculation": st.booleans(),
+    "bits": AUTO | st.sampled_from([4, 6, 8]),
     "group_size": st.sampled_from([32, 64, 128, 256]),
     "quantizer": st.sampled_from(["hqq", "rtn"]),
-    "resident_layers": st.integers(0, 200),
+    "resident_layers": AUTO | st.integers(0, 200),
     "stream": st.sampled_from(["auto", "disk", "host"]),
     "stream_dir": st.none() | st.sampled_from(["/a/b", "a", "~/c", "."]),
-    "slots": st.integers(1, 1024),
+    "slots": AUTO | st.integers(1, 1024),
     "emulate_link": st.none() | st.floats(1, 1e12),
     "speculate": st.booleans(),
 }
+PLANNED = ("width", "depth", "max_nodes", "bits", "resident_layers", "slots")
 
 
 def test_defaults() -> None:
     config = SubSpecConfig()
-    assert (config.width, config.depth, config.max_nodes) == (4, 16, None)
-    assert (config.bits, config.group_size, config.quantizer) == (4, 64, "hqq")
-    assert (config.stream, config.resident_layers, config.speculate) == ("auto", 0, True)
+    assert [getattr(config, name) for name in PLANNED] == [None] * len(PLANNED)
+    assert config.memory_budget is None
+    assert (config.group_size, config.quantizer, config.draft_temperature) == (64, "hqq", 0.2)
+    assert (config.stream, config.speculate, config.post_speculation) == ("auto", True, True)
     assert all(field.description for field in SubSpecConfig.model_fields.values())
 
 
@@ -59,7 +65,36 @@ def test_options_travel_and_come_back(options: dict[str, Any]) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     for name, value in options.items():
         if name != "stream_dir":
-            assert getattr(config, name) == value
+            planned = name in PLANNED and value == "auto"
+            assert getattr(config, name) == (None if planned else value)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_auto_leaves_an_option_to_the_plan(name: str) -> None:
+    assert SubSpecConfig(**{name: "auto"}) == SubSpecConfig(**{name: None}) == SubSpecConfig()
+
+
+@pytest.mark.parametrize("name", ["quantizer", "group_size", "speculate", "draft_temperature"])
+def test_other_options_are_not_planned(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"option '{name}' = 'auto': "):
+        SubSpecConfig(**{name: "auto"})
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 64),
+        ({"width": 3}, 48),
+        ({"depth": 5}, 20),
+        ({"width": 3, "depth": 5}, 15),
+        ({"max_nodes": 9}, 9),
+        ({"max_nodes": 900}, 64),
+        ({"width": 2, "depth": 3, "max_nodes": 6}, 6),
+        ({"preset": "specexec"}, 64),
+    ],
+)
+def test_node_count_is_the_most_that_verification_sees(options: Any, count: int) -> None:
+    assert SubSpecConfig(**options).node_count == count
 
 
 def test_it_is_frozen() -> None:
@@ -71,12 +106,14 @@ def test_it_is_frozen() -> None:
 
 WRONG: dict[str, list[Any]] = {
     "preset": ["eagle", 3],
-    "width": [0, 33, 4.0, "4", True, None],
+    "memory_budget": [["8GiB"], b"8GiB", True, float("nan"), float("inf")],
+    "width": [0, 33, 4.0, "4", True, "Auto"],
     "depth": [0, 257, 16.5, "16"],
     "max_nodes": [0, 8193, "64"],
     "draft_temperature": [0, -1, 10.5, float("nan"), float("inf"), "0.2"],
     "noise_coupling": [1, "true", None],
-    "bits": [2, 3, 5, 16, "4", None],
+    "post_speculation": [1, "yes", None],
+    "bits": [2, 3, 5, 16, "4", True],
     "group_size": [0, 16, 48, 100, 512, "64"],
     "quantizer": ["awq", "", None],
     "resident_layers": [-1, 1.5, "2"],
@@ -98,10 +135,10 @@ def test_every_option_has_wrong_values_here() -> None:
 def test_a_wrong_value_is_named_with_its_reason(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         SubSpecConfig(**{name: value})
-    start = f"option {name!r} = {value!r}: "
-    message = str(refused.value)
-    assert message.startswith(start)
-    assert len(message) > len(start) + 10
+    # One reason for each type that the option may have, where it may have several.
+    start = re.match(rf"option '{name}(\.\w+)?' = {re.escape(repr(value))}: ", str(refused.value))
+    assert start
+    assert len(str(refused.value)) > start.end() + 10
 
 
 def test_every_problem_is_told_at_once() -> None:
@@ -110,9 +147,7 @@ def test_every_problem_is_told_at_once() -> None:
     message = str(refused.value)
     assert "option 'width' = 0: " in message
     assert "option 'bits' = 5: " in message
-    assert (
-        "unknown option 'depht': did you mean 'depth'? known options are preset, width" in message
-    )
+    assert "unknown option 'depht': did you mean 'depth'? known options are preset, " in message
     assert message.count("; ") == 2
 
 
@@ -170,7 +205,8 @@ def test_ranges_are_those_of_the_rooms_that_use_them() -> None:
     assert limits == {"width": tree.MAX_WIDTH, "depth": tree.MAX_DEPTH}
     assert get_args(_annotation("group_size")) == formats.GROUP_SIZES
     assert set(get_args(_annotation("quantizer"))) == set(quantizers._QUANTIZERS)
-    assert set(get_args(_annotation("bits"))) == set(formats._FORMATS)
+    bits, nothing = get_args(_annotation("bits"))
+    assert (set(get_args(bits)), nothing) == (set(formats._NATIVE), type(None))
     with pytest.raises(ConfigError):
         SubSpecConfig(max_nodes=tree.MAX_WIDTH * tree.MAX_DEPTH + 1)
     SubSpecConfig(max_nodes=tree.MAX_WIDTH * tree.MAX_DEPTH)

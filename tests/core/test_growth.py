@@ -11,43 +11,64 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_subspec.draft import growth
-from vllm_subspec.draft.growth import grow
+from vllm_subspec.draft.growth import Growth, Rerooting, grow
 from vllm_subspec.draft.tree import Tree, TreeShape
 from vllm_subspec.errors import ConfigError
 
 FIXED = settings(deadline=None, max_examples=60, derandomize=True)
 Path = tuple[int, ...]
+Node = tuple[Path, float]  # path without root, score
 
 
 class PathModel:
-    """A draft whose logits are a random function of the path that the mask lets it see.
+    """A draft whose logits are a random function of position and of the path that it may see.
 
-    It stores a token per scratch slot as the contract says, so a wrong mask, slot or level
-    gives other logits than the reference's.
+    It stores a token per scratch slot and moves them as the contract says, so a wrong mask, slot
+    or level gives other logits than the reference's. What lies above the root is its context.
     """
 
     def __init__(self, vocab: int, seed: int, barred: float = 0.0):
         self.vocab, self.seed, self.barred = vocab, seed, barred
+        self.context: Path = ()
         self.slots: torch.Tensor | None = None
         self.calls: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
 
-    def logits(self, path: Path) -> list[float]:
-        """Of the token after ``path``, root first; some are -inf where tokens are barred."""
-        random = Random(f"{self.seed} {path}")
+    def logits(self, path: Path, position: int | None = None) -> list[float]:
+        """Of the token after ``path``, context first; some are -inf where tokens are barred."""
+        position = len(path) - 1 if position is None else position
+        random = Random(f"{self.seed} {position} {path}")
         values = [random.gauss(0, 2) for _ in range(self.vocab)]
         return [-math.inf if random.random() < self.barred else value for value in values]
 
     def forward(self, tokens, level, mask):
         self.calls.append((level, tuple(tokens.shape), tuple(mask.shape)))
-        self.slots = tokens if level == 0 else torch.cat([self.slots, tokens], 1)
+        assert (self.slots is None) == (level == 0)
+        self.slots = tokens if self.slots is None else torch.cat([self.slots, tokens], 1)
+        assert mask.shape == (*tokens.shape, self.slots.shape[1])
+        m = tokens.shape[1]
+        for own in mask[..., -m:]:
+            assert own.equal(torch.eye(m).bool()), "each node sees itself and none beside it"
+        position = len(self.context) + level
         rows = [
             [
-                self.logits(tuple(self.slots[request][mask[request, row]].tolist()))
-                for row in range(tokens.shape[1])
+                self.logits((*self.context, *slots[seen].tolist()), position)
+                for seen in mask[request]
             ]
-            for request in range(tokens.shape[0])
+            for request, slots in enumerate(self.slots)
         ]
         return torch.tensor(rows, dtype=torch.float32)
+
+    def move_down(self, committed: Path, rerooting: Rerooting, width: int) -> None:
+        """``committed`` holds the old root and the path, the new root being its last."""
+        self.context += committed[:-1]
+        assert rerooting.levels == len(committed) - 1
+        if rerooting.slot is None:
+            self.slots = None
+        else:
+            assert self.slots is not None
+            first = 1 + rerooting.levels * width
+            root = self.slots[:, rerooting.slot, None]
+            self.slots = torch.cat([root, self.slots[:, first:]], 1)
 
 
 def log_softmax(values: list[float], temperature: float) -> list[float]:
@@ -59,23 +80,54 @@ def log_softmax(values: list[float], temperature: float) -> list[float]:
     return [value - peak - total for value in scaled]
 
 
-def reference(model, root: int, shape: TreeShape, temperature: float) -> list[tuple[Path, float]]:
-    """(path without root, score) of every node, in order, by trying every child of a level."""
-    nodes: list[tuple[Path, float]] = []
-    level: list[tuple[Path, float]] = [((), 0.0)]
-    for _ in range(shape.depth):
+class Search:
+    """The same by trying every child of every node of a level."""
+
+    def __init__(self, model: PathModel, root: int, width: int, temperature: float) -> None:
+        self.model, self.width, self.temperature = model, width, temperature
+        self.above: Path = (root,)  # all that was committed, the root last
+        self.levels: list[list[Node]] = []
+        self.is_exhausted = False
+
+    def step(self) -> None:
         children = [
             ((*path, token), score + value)
-            for path, score in level
-            for token, value in enumerate(log_softmax(model.logits((root, *path)), temperature))
+            for path, score in (self.levels[-1] if self.levels else [((), 0.0)])
+            for token, value in enumerate(
+                log_softmax(self.model.logits((*self.above, *path)), self.temperature)
+            )
+            if value > -math.inf
         ]
-        alive = [child for child in children if child[1] > -math.inf]
-        level = sorted(alive, key=lambda child: -child[1])[: shape.width]
-        nodes += level
-    if shape.max_nodes is not None:
-        best = sorted(nodes, key=lambda node: -node[1])[: shape.max_nodes]
-        nodes = [node for node in nodes if node in best]
-    return nodes
+        self.levels.append(sorted(children, key=lambda child: -child[1])[: self.width])
+
+    def nodes(self, max_nodes: int | None = None) -> list[Node]:
+        nodes = [node for level in self.levels for node in level]
+        best = sorted(nodes, key=lambda node: -node[1])[:max_nodes]
+        return [node for node in nodes if node in best]
+
+    def follow(self, path: Path) -> bool:
+        scores = dict(self.nodes())
+        if path not in scores:
+            return False
+        is_frontier = len(path) == len(self.levels)
+        self.above += path
+        self.levels = [
+            [(p[len(path) :], s - scores[path]) for p, s in level if p[: len(path)] == path]
+            for level in self.levels[len(path) :]
+        ]
+        while self.levels and not self.levels[-1]:
+            self.levels.pop()
+            self.is_exhausted = True
+        if is_frontier:
+            self.is_exhausted = False
+        return True
+
+
+def reference(model: PathModel, root: int, shape: TreeShape, temperature: float) -> list[Node]:
+    search = Search(model, root, shape.width, temperature)
+    for _ in range(shape.depth):
+        search.step()
+    return search.nodes(shape.max_nodes)
 
 
 def paths_of(tree: Tree) -> list[Path]:
@@ -85,7 +137,7 @@ def paths_of(tree: Tree) -> list[Path]:
     return paths
 
 
-def check(tree: Tree, expected: list[tuple[Path, float]]) -> None:
+def check(tree: Tree, expected: list[Node]) -> None:
     tree.check_integrity()
     assert paths_of(tree) == [path for path, _ in expected]
     assert tree.levels.tolist() == [len(path) for path, _ in expected]
@@ -214,3 +266,148 @@ def test_best_of_rows_equals_a_stable_sort(vocab, count, grain, barred, seed):
     assert torch.equal(ids[..., :held], ordered.indices[..., :held])
     assert (best[..., held:] == -math.inf).all()
     assert best.shape == ids.shape == (2, 3, count)
+
+
+class Pair:
+    """A growth and the exhaustive search, in step; ``by_rank``: the ranks alone decide."""
+
+    def __init__(self, model: PathModel, root: int, width: int, by_rank: bool = False) -> None:
+        self.model, self.search = model, Search(model, root, width, 0.5)
+        forward = self.blank if by_rank else model.forward
+        self.growth = Growth(forward, torch.tensor([root]), width, 0.5)
+        self.growth.rank = self.rank if by_rank else None
+
+    def blank(self, tokens, level, mask):
+        return torch.zeros_like(self.model.forward(tokens, level, mask))
+
+    def rank(self, logits, level, history):
+        assert history.shape == (1, logits.shape[1], level)
+        rows = [self.model.logits((*self.search.above, *path)) for path in history[0].tolist()]
+        return torch.tensor([rows])
+
+    def step(self) -> None:
+        if not self.search.is_exhausted:
+            self.growth.step()
+            self.search.step()
+        self.check()
+
+    def follow(self, path: Path) -> None:
+        root = self.search.above[-1]
+        rerooting = self.growth.follow(path)
+        assert (rerooting is not None) == self.search.follow(path)
+        if rerooting is not None:
+            self.model.move_down((root, *path), rerooting, self.growth.width)
+        self.check()
+
+    def check(self) -> None:
+        assert self.growth.is_exhausted == self.search.is_exhausted
+        assert self.growth.depth == len(self.search.levels)
+        check(self.growth.trees()[0], self.search.nodes())
+        for max_nodes in (1, 4):
+            check(self.growth.trees(max_nodes)[0], self.search.nodes(max_nodes))
+
+
+steps = st.just(None)
+picks = st.integers(0, 400)  # a node of the tree, counted around
+wrong = st.lists(st.integers(0, 8), min_size=1, max_size=9).map(tuple)  # most lead nowhere
+
+
+@settings(FIXED, max_examples=150)
+@given(
+    width=st.integers(1, 5),
+    vocab=st.integers(1, 7),
+    barred=st.sampled_from([0.0, 0.0, 0.5, 0.7]),
+    by_rank=st.booleans(),
+    first=st.integers(0, 5),
+    work=st.lists(steps | steps | picks | wrong, max_size=14),
+    seed=st.integers(0, 10**6),
+)
+def test_a_followed_growth_equals_exhaustive_search(
+    width, vocab, barred, by_rank, first, work, seed
+):
+    """Any steps and paths in any order: what was kept, and what grows below it."""
+    pair = Pair(PathModel(vocab, seed, barred), seed % vocab, width, by_rank)
+    for todo in [None] * first + work:
+        nodes = pair.search.nodes()
+        if isinstance(todo, tuple):
+            pair.follow(todo)
+        elif todo is None or not nodes:
+            pair.step()
+        else:
+            pair.follow(nodes[todo % len(nodes)][0])
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("levels", [1, 2, 5, 6])
+def test_growth_goes_on_below_the_best_path_of_any_depth(width, levels):
+    pair = Pair(PathModel(50, seed=2), 3, width)
+    for _ in range(6):
+        pair.step()
+    path = next(path for path, _ in pair.search.nodes() if len(path) == levels)
+    forwards = len(pair.model.calls)
+    pair.follow(path)
+    assert len(pair.model.calls) == forwards, "what was grown is not computed again"
+    for _ in range(3):
+        pair.step()
+    first = pair.model.calls[forwards]
+    slots = 1 + width * (6 - levels)
+    assert first == (6 - levels, (1, width if levels < 6 else 1), (1, *first[1][1:], slots))
+
+
+def test_a_path_that_the_tree_does_not_hold_changes_nothing():
+    pair = Pair(PathModel(9, seed=4), 3, 2)
+    pair.follow((1,))  # nothing is grown yet
+    for _ in range(3):
+        pair.step()
+    (good, _), *_ = [node for node in pair.search.nodes() if len(node[0]) == 3]
+    held = {path for path, _ in pair.search.nodes()}
+    stranger = next(token for token in range(9) if (token,) not in held)
+    for path in ((stranger,), (stranger, *good[1:]), (*good[:2], stranger), (*good, 0)):
+        if path not in held:
+            assert pair.growth.follow(path) is None
+            pair.follow(path)
+    pair.step()
+    pair.follow(good)
+
+
+def test_an_exhausted_growth_is_kept_and_starts_over_at_its_end():
+    """Three levels down, what begins with token 1 goes no further."""
+
+    def rank(logits, level, history):
+        if level >= 3:
+            logits[0, history[0, :, 0] == 1] = -math.inf
+        return logits
+
+    def flat(tokens, level, mask):
+        return torch.zeros(*tokens.shape, 2)
+
+    growth = Growth(flat, torch.tensor([0]), 20, rank=rank)
+    for _ in range(5):
+        growth.step()
+    assert not growth.is_exhausted
+    slot = 1 + 1  # the root, and token 0 of level 1
+    assert growth.follow([1]) == Rerooting(1, slot)
+    assert growth.is_exhausted
+    assert paths_of(growth.trees()[0]) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
+    assert growth.follow([0]) == Rerooting(1, 3)  # after the rows of (0, 0) and (0, 1)
+    assert growth.is_exhausted
+    assert paths_of(growth.trees()[0]) == [(0,), (1,)]
+    assert growth.follow([1]) == Rerooting(1, None)
+    assert not growth.is_exhausted
+    assert len(growth.trees()[0]) == growth.depth == 0
+    growth.step()
+    assert paths_of(growth.trees()[0]) == [(0,), (1,)]
+
+
+def test_a_path_to_a_node_without_children_leaves_an_empty_tree():
+    def forward(tokens, level, mask):
+        logits = torch.zeros(*tokens.shape, 2)
+        logits[tokens == 1] = -math.inf
+        return logits
+
+    growth = Growth(forward, torch.tensor([0]), 4)
+    for _ in range(3):
+        growth.step()
+    assert growth.follow([0, 1]) == Rerooting(2, 1 + 4 + 1)
+    assert growth.is_exhausted
+    assert len(growth.trees()[0]) == growth.depth == 0

@@ -139,6 +139,11 @@ class Engine:
         (statistics,) = self.llm.collective_rpc("subspec_statistics")
         return dict(statistics)
 
+    def placement(self) -> dict[str, Any]:
+        """What is kept, and what is streamed."""
+        (placement,) = self.llm.collective_rpc("subspec_placement")
+        return dict(placement)
+
     def close(self) -> None:
         """Shut down as vLLM does it in its own process."""
         self.llm.llm_engine.engine_core.shutdown()
@@ -216,6 +221,16 @@ def lively_model_dir(tmp_path_factory: pytest.TempPathFactory, small_model_dir: 
     that changes changes half of those after it, so that a slip shows. The tokenizer is the
     real one's, with its first 4096 tokens.
     """
+    return _write_lively(tmp_path_factory.mktemp("models") / "lively", small_model_dir, tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_model_dir(tmp_path_factory: pytest.TempPathFactory, small_model_dir: Path) -> Path:
+    """Like the lively model, with one tensor as embedding table and head (24 MB)."""
+    return _write_lively(tmp_path_factory.mktemp("models") / "tied", small_model_dir, tied=True)
+
+
+def _write_lively(directory: Path, tokenizer_from: Path, tied: bool) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -229,17 +244,17 @@ def lively_model_dir(tmp_path_factory: pytest.TempPathFactory, small_model_dir: 
         num_key_value_heads=2,
         max_position_embeddings=1024,
         initializer_range=0.08,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         dtype="float32",
         bos_token_id=1,
         eos_token_id=2,
     )
     model = LlamaForCausalLM(config)
-    torch.nn.init.normal_(model.model.embed_tokens.weight)
-    directory = tmp_path_factory.mktemp("models") / "lively"
+    if not tied:  # such large values would make a tied head repeat its input
+        torch.nn.init.normal_(model.model.embed_tokens.weight)
     model.save_pretrained(directory)
-    shutil.copy(small_model_dir / "tokenizer_config.json", directory)
-    tokenizer = json.loads((small_model_dir / "tokenizer.json").read_text())
+    shutil.copy(tokenizer_from / "tokenizer_config.json", directory)
+    tokenizer = json.loads((tokenizer_from / "tokenizer.json").read_text())
     bpe = tokenizer["model"]
     bpe["vocab"] = {text: id_ for text, id_ in bpe["vocab"].items() if id_ < config.vocab_size}
     bpe["merges"] = [pair for pair in bpe["merges"] if "".join(pair) in bpe["vocab"]]

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.engine
 SETTINGS = {
     "tree-4x12-disk": {"width": 4, "depth": 12, "bits": 8, "stream": "disk"},
     "tree-4x12-4-bits": {"width": 4, "depth": 12, "bits": 4, "stream": "off"},
+    "tree-4x12-6-bits": {"width": 4, "depth": 12, "bits": 6, "stream": "disk"},
     "chain-16": {"width": 1, "depth": 16, "bits": 8, "stream": "off"},
     "chain-16-4-bits-disk": {"width": 1, "depth": 16, "bits": 4, "stream": "disk"},
     "tree-2x6-1-resident": {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_subspec.draft.tree import Tree
-from vllm_subspec.integration.statistics import SpeculationCounters
+from vllm_subspec.integration.statistics import DraftCounters, SpeculationCounters
 from vllm_subspec.stream import StreamStatistics
 
 pytestmark = pytest.mark.engine
@@ -44,11 +44,12 @@ def test_passes_are_counted_by_level() -> None:
 
 def test_the_report_is_flat_json() -> None:
     counters = SpeculationCounters()
-    report = counters.report(None, 0)
+    report = counters.report(DraftCounters(draft_steps=3), None, 0)
     assert not [name for name in report if name.startswith("stream_")]
     stream = StreamStatistics(bytes_read=5, reads=2, read_busy_s=0.5, wait_s=0.25)
-    report = counters.report(stream, 7)
+    report = counters.report(DraftCounters(draft_steps=3), stream, 7)
     assert report["streamed_bytes_per_pass"] == 7
+    assert report["draft_steps"] == 3
     assert report["stream_bytes_read"] == 5
     assert report["stream_wait_s"] == 0.25
     assert json.loads(json.dumps(report)) == report

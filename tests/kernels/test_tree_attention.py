@@ -1,169 +1,417 @@
-"""Tree attention against one loop over queries and keys, in float64."""
+"""Tree attention, native and in plain torch, against a float64 loop over what each query sees."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subspec_kernels.tree_attention import tree_attention
+from subspec_kernels import native, tree_attention
+from subspec_kernels.kv_cache import cache_halves, gather_slots
+from subspec_kernels.tree_attention import reference
 
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+from vllm_subspec import envs
+from vllm_subspec.files import private_directory
+
+NAN = float("nan")
+DIMS = (16, 64, 80, 128, 256)
+# The native op sums in fp32 and rounds once, to half a unit in the last place.
+NATIVE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# Plain torch rounds weights and products on the way.
+PLAIN = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-def reference(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    soft_cap: float,
-) -> torch.Tensor:
-    requests, m, heads, dim = query.shape
-    group = heads // keys.shape[1]
-    out = torch.zeros(requests, m, heads, dim, dtype=torch.float64)
-    q, k, v = query.double(), keys.double(), values.double()
-    for r in range(requests):
-        for i in range(m):
-            seen = [s for s in range(keys.shape[2]) if mask[r, i, s]]
-            for h in range(heads):
-                scores = [float(q[r, i, h] @ k[r, h // group, s]) * scale for s in seen]
-                if soft_cap:
-                    scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
-                top = max(scores)
-                weights = [math.exp(score - top) for score in scores]
-                for s, weight in zip(seen, weights, strict=True):
-                    out[r, i, h] += weight / sum(weights) * v[r, h // group, s]
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    native.load(private_directory(envs.cache_dir() / "kernels"))
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_restored() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+class Arguments(NamedTuple):
+    """Those of the op, in order."""
+
+    query: torch.Tensor
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+    node_keys: torch.Tensor
+    node_values: torch.Tensor
+    mask: torch.Tensor
+    levels: torch.Tensor
+    scale: float
+    soft_cap: float
+    window: int
+
+
+def by_native(arguments: Arguments) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.subspec.tree_attention(*arguments)
     return out
 
 
-def random_mask(generator: torch.Generator, requests: int, m: int, slots: int) -> torch.Tensor:
-    """Any mask in which each row sees at least one slot."""
-    mask = torch.rand(requests, m, slots, generator=generator) < 0.6
-    one = torch.randint(slots, (requests, m, 1), generator=generator)
-    return mask.scatter(2, one, True)
+def by_torch(arguments: Arguments) -> torch.Tensor:
+    return reference.tree_attention(*arguments)
 
 
-def check(
-    requests: int,
-    m: int,
-    kv_heads: int,
-    group: int,
-    dim: int,
-    slots: int,
-    dtype: torch.dtype,
-    soft_cap: float,
-    seed: int = 0,
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    query = normal(requests, m, kv_heads * group, dim)
-    keys, values = (normal(requests, kv_heads, slots, dim) for _ in range(2))
-    mask = random_mask(generator, requests, m, slots)
-    before = [tensor.clone() for tensor in (query, keys, values, mask)]
-    scale = dim**-0.5
-    out = tree_attention(query, keys, values, mask, scale, soft_cap)
-    assert out.dtype == dtype
-    assert out.shape == query.shape
-    expected = reference(query, keys, values, mask, scale, soft_cap)
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
-    for tensor, kept in zip((query, keys, values, mask), before, strict=True):
-        assert torch.equal(tensor, kept), "an input was written"
+BOTH = pytest.mark.parametrize("attend", [by_native, by_torch])
+Attend = Callable[[Arguments], torch.Tensor]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("soft_cap", [0.0, 3.0], ids=["plain", "soft cap"])
-@pytest.mark.parametrize("dim", [32, 80, 96, 128, 256])
-def test_head_sizes(dim: int, soft_cap: float, dtype: torch.dtype) -> None:
-    check(2, 5, 2, 3, dim, 13, dtype, soft_cap)
+@dataclass(frozen=True)
+class Case:
+    contexts: tuple[int, ...] = (20,)
+    m: int = 3
+    num_nodes: int = 7
+    kv_heads: int = 2
+    group: int = 2
+    dim: int = 16
+    block: int = 16
+    dtype: torch.dtype = torch.float32
+    soft_cap: float = 0.0
+    window: int = 0
+    seed: int = 0
 
+    def arguments(self) -> Arguments:
+        """Random ones. Whatever no query may look at holds NaN, and no tensor is dense."""
+        generator = torch.Generator().manual_seed(self.seed)
 
-@settings(deadline=None, max_examples=40)
-@given(
-    requests=st.integers(1, 3),
-    m=st.integers(1, 6),
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 4),
-    dim=st.sampled_from([32, 48, 64]),
-    slots=st.integers(1, 17),
-    soft_cap=st.sampled_from([0.0, 5.0]),
-    seed=st.integers(0, 2**16),
-)
-def test_any_shape(
-    requests: int,
-    m: int,
-    kv_heads: int,
-    group: int,
-    dim: int,
-    slots: int,
-    soft_cap: float,
-    seed: int,
-) -> None:
-    check(requests, m, kv_heads, group, dim, slots, torch.float32, soft_cap, seed)
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype)
 
+        requests, heads = len(self.contexts), self.kv_heads * self.group
+        used = [-(-length // self.block) for length in self.contexts]
+        cache = torch.full((sum(used) + 2, self.kv_heads, self.block, 2 * self.dim), NAN)
+        cache = cache.to(self.dtype)
+        # A scheduler's table holds remains of other requests behind a request's blocks.
+        table = torch.full((requests, max(used) + 1), 1 << 30, dtype=torch.int32)
+        free = torch.randperm(len(cache), generator=generator).int()
+        keys, values = cache_halves(cache)
+        for row, length in enumerate(self.contexts):
+            table[row, : used[row]], free = free[: used[row]], free[used[row] :]
+            for position in range(length):
+                where, offset = table[row, position // self.block], position % self.block
+                keys[where, :, :, offset] = normal(self.kv_heads, self.dim)
+                values[where, :, offset] = normal(self.kv_heads, self.dim)
 
-def test_a_root_without_context_sees_itself_alone() -> None:
-    query, keys, values = torch.randn(3, 1, 1, 4, 32, generator=torch.Generator().manual_seed(1))
-    keys, values = keys[:, :, :2], values[:, :, :2]
-    query, keys, values = query[:, :1], keys[:, :, :1], values[:, :, :1]
-    mask = torch.ones(1, 1, 1, dtype=torch.bool)
-    out = tree_attention(query, keys, values, mask, 0.5)
-    torch.testing.assert_close(out, values.expand_as(query))
-
-
-@pytest.mark.parametrize("soft_cap", [0.0, 3.0], ids=["plain", "soft cap"])
-def test_masked_slots_may_hold_anything_finite(soft_cap: float) -> None:
-    generator = torch.Generator().manual_seed(2)
-    query = torch.randn(2, 3, 4, 32, generator=generator)
-    keys, values = torch.randn(2, 2, 2, 9, 32, generator=generator).unbind(0)
-    mask = random_mask(generator, 2, 3, 9)
-    mask[:, :, 4] = False
-    mask[:, :, 0] = True
-    out = tree_attention(query, keys, values, mask, 0.2, soft_cap)
-    keys[:, :, 4], values[:, :, 4] = 1e4, -1e4
-    assert torch.equal(tree_attention(query, keys, values, mask, 0.2, soft_cap), out)
-
-
-def test_a_view_of_a_longer_buffer_is_read_as_it_lies() -> None:
-    generator = torch.Generator().manual_seed(3)
-    buffer = torch.full((2, 2, 2, 20, 32), float("nan"))
-    buffer[..., :11, :] = torch.randn(2, 2, 2, 11, 32, generator=generator)
-    keys, values = (half[:, :, :11] for half in buffer)
-    query = torch.randn(2, 4, 6, 32, generator=generator)
-    mask = random_mask(generator, 2, 4, 11)
-    out = tree_attention(query, keys, values, mask, 0.3)
-    expected = reference(query, keys, values, mask, 0.3, 0.0)
-    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
-
-
-def test_a_tree_is_a_batch_of_its_paths() -> None:
-    """Each node attends like the last token of the sequence that leads to it."""
-    generator = torch.Generator().manual_seed(4)
-    parents, context = [-1, -1, 0, 0, 1, 3], 5
-    count = len(parents)
-    query = torch.randn(1, count, 4, 64, generator=generator)
-    keys, values = torch.randn(2, 1, 2, context + count, 64, generator=generator).unbind(0)
-    mask = torch.zeros(1, count, context + count, dtype=torch.bool)
-    mask[..., :context] = True
-    for node in range(count):
-        ancestor = node
-        while ancestor >= 0:
-            mask[0, node, context + ancestor] = True
-            ancestor = parents[ancestor]
-    out = tree_attention(query, keys, values, mask, 0.125)
-    for node in range(count):
-        path = mask[0, node].nonzero().flatten()
-        alone = tree_attention(
-            query[:, node : node + 1],
-            keys[:, :, path],
-            values[:, :, path],
-            torch.ones(1, 1, len(path), dtype=torch.bool),
-            0.125,
+        shape = (requests, self.m, self.num_nodes)
+        mask = torch.rand(shape, generator=generator) < 0.4
+        one = torch.randint(self.num_nodes, (requests, self.m, 1), generator=generator)
+        mask = torch.cat([mask.scatter(2, one, True), mask], 2)[:, :, : self.num_nodes]
+        nodes = torch.full((2, requests, self.kv_heads, self.num_nodes + 3, self.dim), NAN)
+        nodes = nodes.to(self.dtype)
+        nodes[:, :, :, : self.num_nodes] = normal(*nodes[:, :, :, : self.num_nodes].shape)
+        node_keys, node_values = nodes[:, :, :, : self.num_nodes]
+        hidden = ~mask.any(1)[:, None, :, None]
+        node_keys.masked_fill_(hidden, NAN)
+        node_values.masked_fill_(hidden, NAN)
+        return Arguments(
+            normal(requests, self.m, heads + 2, self.dim)[:, :, 1:-1],
+            cache,
+            table,
+            torch.tensor(self.contexts, dtype=torch.int32),
+            node_keys,
+            node_values,
+            mask,
+            torch.randint(5, (requests, self.m), generator=generator).int(),
+            self.dim**-0.5,
+            self.soft_cap,
+            self.window,
         )
-        torch.testing.assert_close(out[:, node : node + 1], alone, rtol=1e-5, atol=1e-5)
+
+
+def expected(arguments: Arguments) -> torch.Tensor:
+    """Query by query and head by head, in float64, over what it sees and nothing else."""
+    a = arguments
+    out = torch.full(a.query.shape, NAN, dtype=torch.float64)
+    cache_keys, cache_values = cache_halves(a.cache)
+    block, group = a.cache.shape[2], a.query.shape[2] // a.cache.shape[1]
+    for r, i, h in torch.cartesian_prod(*(torch.arange(n) for n in a.query.shape[:3])).tolist():
+        length, kv = int(a.context_lens[r]), h // group
+        first = length + int(a.levels[r, i]) - a.window + 1 if a.window > 0 else 0
+        seen = range(max(first, 0), length)
+        blocks = [int(a.block_table[r, position // block]) for position in seen]
+        offsets = [position % block for position in seen]
+        nodes = a.mask[r, i].nonzero().flatten()
+        keys = torch.cat([cache_keys[blocks, kv, :, offsets], a.node_keys[r, kv, nodes]])
+        values = torch.cat([cache_values[blocks, kv, offsets], a.node_values[r, kv, nodes]])
+        scores = (keys.double() @ a.query[r, i, h].double() * a.scale).tolist()
+        if a.soft_cap:
+            scores = [a.soft_cap * math.tanh(score / a.soft_cap) for score in scores]
+        weights = [math.exp(score - max(scores)) for score in scores]
+        weighed = [w * value for w, value in zip(weights, values.double(), strict=True)]
+        out[r, i, h] = torch.stack(weighed).sum(0) / sum(weights)
+    return out
+
+
+def close(out: torch.Tensor, to: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(out.double(), to.double(), rtol=tolerance, atol=tolerance)
+
+
+def check(case: Case) -> None:
+    """Both against the loop; and they only read."""
+    arguments = case.arguments()
+    kept = [x.clone() for x in arguments if isinstance(x, torch.Tensor)]
+    right = expected(arguments)
+    for attend, tolerances in ((by_native, NATIVE), (by_torch, PLAIN)):
+        out = attend(arguments)
+        assert out.dtype == case.dtype
+        close(out, right, tolerances[case.dtype])
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    for tensor, before in zip(tensors, kept, strict=True):
+        assert torch.equal(tensor.nan_to_num(7), before.nan_to_num(7)), "an input was written"
+
+
+@pytest.mark.parametrize("dtype", NATIVE, ids=str)
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0], ids=["plain", "soft cap"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_head_sizes(dim: int, soft_cap: float, dtype: torch.dtype) -> None:
+    check(Case((37, 0), m=5, num_nodes=13, group=3, dim=dim, dtype=dtype, soft_cap=soft_cap))
+
+
+@pytest.mark.parametrize("dtype", NATIVE, ids=str)
+@pytest.mark.parametrize("block", [16, 32, 128])
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 128, 300])
+def test_context_lengths(length: int, block: int, dtype: torch.dtype) -> None:
+    check(Case((length,), block=block, dtype=dtype, kv_heads=1, group=4))
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_query_groups(group: int) -> None:
+    check(Case((40, 3), group=group))
+
+
+@pytest.mark.parametrize("m", [1, 2, 31, 32, 33, 65])
+def test_numbers_of_queries_and_nodes(m: int) -> None:
+    check(Case((50,), m=m, num_nodes=m))
+    check(Case((50,), m=1, num_nodes=m))
+
+
+@pytest.mark.parametrize("window", [-1, 1, 2, 5, 16, 21, 1000])
+@pytest.mark.parametrize("block", [16, 32])
+def test_windows(block: int, window: int) -> None:
+    check(Case((100, 7, 0, 16), block=block, window=window, m=4))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("window", [0, 700])
+def test_long_contexts_are_split_over_threads(window: int, kv_heads: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    check(Case((1300, 0, 513), m=2, kv_heads=kv_heads, block=128, window=window))
+    check(Case((1300,), m=2, kv_heads=kv_heads, block=32, window=window))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.builds(
+        Case,
+        contexts=st.lists(st.integers(0, 70), min_size=1, max_size=3).map(tuple),
+        m=st.integers(1, 9),
+        num_nodes=st.integers(1, 40),
+        kv_heads=st.integers(1, 3),
+        group=st.integers(1, 4),
+        dim=st.sampled_from([16, 48, 80]),
+        block=st.sampled_from([16, 32]),
+        dtype=st.sampled_from(list(NATIVE)),
+        soft_cap=st.sampled_from([0.0, 0.5, 30.0]),
+        window=st.sampled_from([0, 1, 3, 30]),
+        seed=st.integers(0, 2**16),
+    )
+)
+def test_any_case(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", NATIVE, ids=str)
+def test_native_equals_plain_torch_on_a_whole_tree(dtype: torch.dtype) -> None:
+    arguments = Case((1300, 200), 65, 65, 3, 3, 64, 128, dtype).arguments()
+    close(by_native(arguments), by_torch(arguments), PLAIN[dtype])
+
+
+@BOTH
+@pytest.mark.parametrize("scale", [100.0, 1e-6])
+def test_extreme_scores(attend: Attend, scale: float) -> None:
+    arguments = Case((90,), m=6, num_nodes=40, dim=64).arguments()._replace(scale=scale)
+    close(attend(arguments), expected(arguments), 1e-4)
+
+
+@BOTH
+def test_a_root_without_context_sees_itself_alone(attend: Attend) -> None:
+    arguments = Case((0,), m=1, num_nodes=1, group=3).arguments()
+    values = arguments.node_values[:, :, 0].repeat_interleave(3, 1)[:, None]
+    close(attend(arguments), values, 1e-6)
+
+
+@pytest.mark.parametrize("what", ["node_keys", "node_values"])
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0], ids=["plain", "soft cap"])
+def test_what_one_query_sees_is_nothing_to_the_others(
+    soft_cap: float, value: float, what: str
+) -> None:
+    """NaN of one node, as of an overflow in fp16, stays on its branch; and it is not hidden."""
+    arguments = Case((50, 3), m=9, num_nodes=35, group=3, soft_cap=soft_cap).arguments()
+    arguments.mask[0, :, 33] = False
+    arguments.mask[0, 4, 33] = True
+    for tensor in (arguments.node_keys, arguments.node_values):
+        tensor[0, :, 33] = 1.0
+    clean = by_native(arguments)
+    getattr(arguments, what)[0, :, 33] = value
+    out = by_native(arguments)
+    others = torch.arange(9) != 4
+    assert torch.equal(out[0, others], clean[0, others])
+    assert torch.equal(out[1], clean[1])
+    if what == "node_values" or math.isnan(value):
+        assert not bool(out[0, 4].isfinite().any())
+
+
+def test_blocks_behind_every_window_are_not_read() -> None:
+    """vLLM frees those, and other requests write there."""
+    case = Case((100, 70, 5), m=4, window=20)
+    arguments = case.arguments()
+    keys, values = cache_halves(arguments.cache)
+    for row, length in enumerate(case.contexts):
+        first = length + int(arguments.levels[row].min()) - case.window + 1
+        for position in range(max(first, 0)):
+            where, offset = arguments.block_table[row, position // 16], position % 16
+            keys[where, :, :, offset] = values[where, :, offset] = NAN
+    close(by_native(arguments), expected(arguments), 1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("window", [0, 6])
+def test_a_tree_is_a_batch_of_its_paths(attend: Attend, window: int) -> None:
+    """Each node attends like the last token of the sequence that leads to it."""
+    parents, context = [-1, 0, 0, 1, 1, 2, 5], 21
+    case = Case((context,), len(parents), len(parents), dim=64, window=window)
+    arguments = case.arguments()
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, *arguments.node_keys.shape)
+    node_keys, node_values = torch.randn(shape, generator=generator)
+    paths = [[0]]
+    for node, parent in enumerate(parents[1:], 1):
+        paths.append([*paths[parent], node])
+    levels = torch.tensor([len(path) - 1 for path in paths]).int()
+    mask = torch.tensor([[n in path for n in range(len(parents))] for path in paths])
+    if window:
+        mask &= levels > levels[:, None] - window
+    tree = arguments._replace(
+        node_keys=node_keys, node_values=node_values, mask=mask[None], levels=levels[None]
+    )
+    out = attend(tree)
+    keys, values = cache_halves(arguments.cache)
+    unused = next(b for b in range(len(keys)) if b not in arguments.block_table[0, :2].tolist())
+    arguments.block_table[0, 2] = unused
+    for node, path in enumerate(paths):
+        for offset, above in enumerate(path[:-1], context):
+            where = arguments.block_table[0, offset // 16]
+            keys[where, :, :, offset % 16] = node_keys[0, :, above]
+            values[where, :, offset % 16] = node_values[0, :, above]
+        alone = tree._replace(
+            query=tree.query[:, node : node + 1],
+            context_lens=torch.tensor([context + len(path) - 1]).int(),
+            node_keys=node_keys[:, :, node : node + 1],
+            node_values=node_values[:, :, node : node + 1],
+            mask=torch.ones(1, 1, 1, dtype=torch.bool),
+            levels=torch.zeros(1, 1, dtype=torch.int32),
+        )
+        close(out[:, node : node + 1], attend(alone), 1e-5)
+
+
+@BOTH
+def test_nodes_that_verification_gathers_from_the_cache(attend: Attend) -> None:
+    """They are strided as ``gather_slots`` leaves them."""
+    case = Case((45,), 5, 5, kv_heads=3, dim=64)
+    arguments = case.arguments()
+    whole = replace(case, contexts=(80,), seed=7).arguments()
+    slots = whole.block_table[0, 2].long() * 16 + 13 + torch.arange(3)
+    slots = torch.cat([slots, whole.block_table[0, 4].long() * 16 + torch.arange(2)])
+    keys, values = gather_slots(whole.cache, slots)
+    gathered = arguments._replace(
+        cache=whole.cache,
+        block_table=whole.block_table,
+        node_keys=keys.transpose(0, 1)[None],
+        node_values=values.transpose(0, 1)[None],
+    )
+    close(attend(gathered), expected(gathered), 1e-5)
+
+
+def test_one_key_head_may_have_any_stride() -> None:
+    arguments = Case((40,), kv_heads=1).arguments()
+    blocks, _, block, width = arguments.cache.shape
+    odd = arguments.cache.as_strided(arguments.cache.shape, (block * width, 3, width, 1))
+    assert torch.equal(by_native(arguments._replace(cache=odd)), by_native(arguments))
+    assert blocks > 1
+
+
+def test_the_native_op_serves_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, even = Case(dim=32).arguments(), Case(dim=24).arguments()
+    assert torch.equal(tree_attention.tree_attention(*served), by_native(served))
+    monkeypatch.setattr(reference, "tree_attention", lambda *args: "plain torch")
+    assert isinstance(tree_attention.tree_attention(*served), torch.Tensor)
+    assert tree_attention.tree_attention(*even) == "plain torch"
+    monkeypatch.setattr(tree_attention, "is_loaded", lambda: False)
+    assert tree_attention.tree_attention(*served) == "plain torch"
+
+
+def test_plain_torch_takes_any_head_size() -> None:
+    arguments = Case(dim=24).arguments()
+    close(by_torch(arguments), expected(arguments), 1e-5)
+
+
+def odd(name: str, change: Callable[[Any], Any], why: str) -> Any:
+    return pytest.param(name, change, why, id=f"{name}: {why}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        odd("query", lambda t: t[0], "wrong ranks"),
+        odd("cache", lambda t: t[0], "wrong ranks"),
+        odd("node_keys", lambda t: t[0], "wrong ranks"),
+        odd("block_table", lambda t: t[0], "wrong ranks"),
+        odd("query", lambda t: t[:, :0], "no queries"),
+        odd("query", lambda t: t[:0], "no queries"),
+        odd("query", lambda t: t[..., :8], "no multiple of 16"),
+        odd("query", lambda t: t[:, :, :3], "3 heads do not share 2"),
+        odd("query", lambda t: t.repeat(1, 1, 1, 2), "does not fit"),
+        odd("query", lambda t: t.transpose(2, 3).contiguous().transpose(2, 3), "heads must be"),
+        odd("query", lambda t: t.bfloat16(), "one dtype"),
+        odd("cache", lambda t: t.repeat(1, 1, 1, 2)[..., ::2], "does not fit"),
+        odd("cache", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "dense"),
+        odd("cache", lambda t: t[:1], "outside the cache's 1"),
+        odd("block_table", lambda t: -t, "block -"),
+        odd("block_table", lambda t: t[:1], "one row a request"),
+        odd("block_table", lambda t: t.long(), "tables are int32"),
+        odd("block_table", lambda t: t[:, :1].contiguous(), "context length 20 does not fit"),
+        odd("block_table", lambda t: t.repeat(1, 2)[:, ::2], "contiguous"),
+        odd("context_lens", lambda t: t[:1], "one row a request"),
+        odd("context_lens", lambda t: -t, "context length -20 does not fit"),
+        odd("context_lens", lambda t: t + 99, "context length 119 does not fit"),
+        odd("context_lens", lambda t: t.long(), "tables are int32"),
+        odd("node_keys", lambda t: t[:1], "node keys and values"),
+        odd("node_keys", lambda t: t[:, :1], "node keys and values"),
+        odd("node_keys", lambda t: t[:, :, 1:], "node keys and values"),
+        odd("node_values", lambda t: t[:, :, 1:], "node keys and values"),
+        odd("node_values", lambda t: t.half(), "one dtype"),
+        odd("mask", lambda t: t[..., 1:], "the mask must be"),
+        odd("mask", lambda t: t[:, 1:], "the mask must be"),
+        odd("mask", lambda t: t[0], "the mask must be"),
+        odd("mask", lambda t: t.int(), "the mask is bool"),
+        odd("levels", lambda t: t[:, 1:].contiguous(), "levels must be"),
+        odd("levels", lambda t: t.long(), "tables are int32"),
+    ],
+)
+def test_wrong_arguments_are_refused(name: str, change: Callable[[Any], Any], why: str) -> None:
+    arguments = Case((20, 18)).arguments()
+    with pytest.raises(RuntimeError, match=why):
+        by_native(arguments._replace(**{name: change(getattr(arguments, name))}))

@@ -13,11 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_subspec.errors import ShadowCacheError, UnsupportedError
-from vllm_subspec.shadow import build, formats
+from vllm_subspec.shadow import build, packing
 from vllm_subspec.shadow.build import build_shadows
 from vllm_subspec.shadow.cache import ShadowCache, shadow_key, weight_digest
 from vllm_subspec.shadow.formats import ShadowSettings
 from vllm_subspec.shadow.linear import ShadowLinear
+
+pytestmark = pytest.mark.usefixtures("torch_kernels")
 
 BF16 = torch.bfloat16
 RTN4, RTN8 = ShadowSettings(4, 64, "rtn"), ShadowSettings(8, 64, "rtn")
@@ -128,7 +130,7 @@ def test_every_part_of_the_recipe_is_in_the_key(monkeypatch: pytest.MonkeyPatch)
         shadow_key({"o": weights["self_attn.o_proj"], "mlp.down_proj": first}, hqq4, BF16),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(formats, "_int4_layout", lambda: "another processor's")
+        patch.setattr(packing, "_int4_layout", lambda: "another processor's")
         keys.append(shadow_key(weights, hqq4, BF16))
     with monkeypatch.context() as patch:
         patch.setattr(hqq, "__version__", "999")
@@ -210,7 +212,7 @@ def test_a_file_from_another_processor_is_an_error(
     cache: ShadowCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, _ = stored(cache)
-    monkeypatch.setattr(formats, "_int4_layout", lambda: "another processor's")
+    monkeypatch.setattr(packing, "_int4_layout", lambda: "another processor's")
     with pytest.raises(ShadowCacheError, match="other weights or settings"):
         cache.load(key, RTN4, BF16)
 

@@ -1,3 +1,5 @@
+"""Shadows by torch's own kernels, and what all formats share."""
+
 from __future__ import annotations
 
 import os
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 
 from vllm_subspec.errors import ConfigError, DependencyError, ShadowCacheError, UnsupportedError
 from vllm_subspec.files import tensor_digest
-from vllm_subspec.shadow import formats
+from vllm_subspec.shadow import packing
 from vllm_subspec.shadow.formats import GROUP_SIZES, ShadowSettings, check_shape
 from vllm_subspec.shadow.linear import ShadowLinear, quantize_linear
+
+pytestmark = pytest.mark.usefixtures("torch_kernels")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One rounding of the output, and fp32 accumulation over a few hundred terms.
@@ -45,7 +49,7 @@ def test_call_multiplies_by_the_dequantized_weight(
     weight = heavy_tailed(out_features, in_features)
     shadow = quantize_linear(weight, ShadowSettings(bits, 64, "rtn"), dtype, "proj")
     assert shadow.shape == (out_features, in_features)
-    assert shadow.dtype == dtype
+    assert shadow.scales.dtype == dtype
     for rows in (1, 3, 4, 17):
         x = torch.randn(rows, in_features).to(dtype)
         expected = (x.double() @ shadow.dequantize().double().T).float()
@@ -84,7 +88,7 @@ def test_low_precision_scales_stay_within_their_rounding_of_hqq() -> None:
 
 def test_large_weights_are_quantized_in_row_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = heavy_tailed(80, 128)
-    monkeypatch.setattr(formats, "_BLOCK_WEIGHTS", 48 * 128)
+    monkeypatch.setattr(packing, "_BLOCK_WEIGHTS", 48 * 128)
     shadow = quantize_linear(weight, ShadowSettings(4, 64, "hqq"), torch.float32, "proj")
     parts = [hqq_dequantized(part, 64) for part in torch.split(weight, 48)]
     torch.testing.assert_close(shadow.dequantize(), torch.cat(parts), rtol=0, atol=1e-6)
@@ -317,7 +321,7 @@ def test_non_finite_weights_are_refused_by_hqq_too() -> None:
 @pytest.mark.parametrize(
     ("bits", "group_size", "quantizer", "message"),
     [
-        (3, 64, "rtn", r"bits 3 .*4, 8"),
+        (3, 64, "rtn", r"bits 3 .*4, 6, 8"),
         (4, 48, "rtn", r"group_size 48 .*32, 64, 128, 256"),
         (4, 64, "awq", r"quantizer 'awq' .*hqq, rtn"),
     ],
@@ -369,11 +373,11 @@ def test_from_tensors_takes_only_what_tensors_gave(bits: int) -> None:
 PROBE = """
 import sys, torch
 from vllm_subspec.files import tensor_digest
-from vllm_subspec.shadow import build, formats
+from vllm_subspec.shadow import build, packing
 torch.manual_seed(0)
 codes = torch.randint(0, 16, (112, 96), dtype=torch.int32)
 packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
-print(formats._int4_layout(), tensor_digest(packed), "hqq" in sys.modules)
+print(packing._int4_layout(), tensor_digest(packed), "hqq" in sys.modules)
 """
 
 
@@ -387,5 +391,5 @@ def test_layout_names_the_processor_packing_and_import_is_lazy() -> None:
     torch.manual_seed(0)
     codes = torch.randint(0, 16, (112, 96), dtype=torch.int32)
     here = tensor_digest(torch._convert_weight_to_int4pack_for_cpu(codes, 1))
-    assert (layout == formats._int4_layout()) == (packed == here)
+    assert (layout == packing._int4_layout()) == (packed == here)
     assert hqq_imported == "False"

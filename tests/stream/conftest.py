@@ -1,16 +1,18 @@
-"""A small spill of odd shapes, and the rule that no test leaves a file or a thread open."""
+"""A small spill, a device on a clock of the test; no test leaves a file or a thread open."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from vllm_subspec.stream import Spill, SpillLayout, SpillWriter, TensorSpec
+from vllm_subspec.stream import LayerStreamer, Spill, SpillLayout, SpillWriter, TensorSpec
 from vllm_subspec.stream.blockfile import aligned_buffer
 
 Weights = list[dict[str, torch.Tensor]]
@@ -71,7 +73,122 @@ class SpillCase:
                 assert views[name].dtype == tensor.dtype
                 assert torch.equal(views[name], tensor), name
 
+    def run_passes(self, streamer: LayerStreamer, passes: int, num_layers: int = 3) -> None:
+        """Stream the first layers again and again; they must be those of ``weights(0)``."""
+        expected = self.weights(0)[:num_layers]
+        for _ in range(passes):
+            for layer, tensors in enumerate(expected):
+                views = streamer.acquire(layer)
+                for name, tensor in tensors.items():
+                    assert torch.equal(views[name], tensor), f"layer {layer}, {name}"
+                for view in views.values():
+                    view.zero_()  # what is not read again would be found wrong
+                streamer.release(layer)
+
+    def overwrite(self, offset: int, data: bytes) -> None:
+        """Change the spill's bytes as another program would."""
+        self.next_tick()
+        with self.spill.open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
+
+    @staticmethod
+    def next_tick() -> None:
+        """Let the file system's clock move on, or two changes would look like one."""
+        time.sleep(0.02)
+
 
 @pytest.fixture
 def case(tmp_path: Path) -> SpillCase:
     return SpillCase(tmp_path / "spills")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work on the buffer at address ``slot`` from ``start`` to ``end`` of the device's clock."""
+
+    slot: int
+    start: float
+    end: float
+
+
+class FakeEvent:
+    """A point of a stream. Copies' events note that the host waited for them."""
+
+    def __init__(self, time: float) -> None:
+        self.time = time
+        self.waited_for = False
+
+    def synchronize(self) -> None:
+        self.waited_for = True
+
+
+class FakeDevice:
+    """Two streams, each in order; ``now`` is the host's time, which only waiting moves.
+
+    A copy takes ``copy_s`` per ``unit_bytes``. It begins when the copy stream is free, and no
+    sooner than the event it is ordered behind: if the store orders it behind too little, its span
+    overlaps a span of compute on the same slot, which ``check_no_overlap`` finds.
+    """
+
+    def __init__(self, unit_bytes: int, copy_s: float) -> None:
+        self.now = 0.0
+        self.computes: list[Span] = []
+        self.copies: list[Span] = []
+        self.num_host_bytes = 0
+        self._bytes_per_s = unit_bytes / copy_s
+        self._compute_tail = self._copy_tail = 0.0
+        self._copied: dict[int, FakeEvent] = {}
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return aligned_buffer(nbytes)
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        self.num_host_bytes += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def compute_event(self) -> FakeEvent:
+        return FakeEvent(max(self.now, self._compute_tail))
+
+    def copy_after(
+        self, event: FakeEvent, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> FakeEvent:
+        start = max(self._copy_tail, event.time)
+        for target, source in pieces:
+            target.copy_(source)
+        nbytes = sum(len(target) for target, _ in pieces)
+        self._copy_tail = start + nbytes / self._bytes_per_s
+        slot = pieces[0][0].data_ptr()
+        self.copies.append(Span(slot, start, self._copy_tail))
+        self._copied[slot] = FakeEvent(self._copy_tail)
+        return self._copied[slot]
+
+    def compute(self, slot: int, seconds: float) -> None:
+        """Issue work on a slot that the host was just given, and do not wait for it."""
+        copied = self._copied[slot]
+        if copied.waited_for:
+            self.now = max(self.now, copied.time)
+        start = max(self.now, self._compute_tail)
+        self._compute_tail = start + seconds
+        self.computes.append(Span(slot, start, self._compute_tail))
+
+    def finish(self) -> None:
+        """The host waits for compute, as for sampled tokens."""
+        self.now = max(self.now, self._compute_tail)
+
+    def check_no_overlap(self) -> None:
+        """No slot is copied to while compute reads it, in either order."""
+        for compute in self.computes:
+            for copy in self.copies:
+                apart = copy.end <= compute.start or compute.end <= copy.start
+                assert copy.slot != compute.slot or apart, (copy, compute)
+
+    def busy_share(self, start: float, end: float) -> float:
+        """The share of that time in which the link was copying."""
+        spans = [(max(copy.start, start), min(copy.end, end)) for copy in self.copies]
+        return sum(max(0.0, last - first) for first, last in spans) / (end - start)
+
+
+@pytest.fixture
+def fake_device() -> Callable[[int, float], FakeDevice]:
+    return FakeDevice

@@ -108,7 +108,7 @@ def _extend(case: Any) -> None:
         (_garble_manifest, "no spill manifest of format 1", [], "3 layers reused"),
         (_future_format, "unknown format", [], "3 layers reused"),
         (_wrong_digest, "layer 1 .* is damaged", [], "3 layers reused"),
-        (_flip_in_layer_one, "layer 1 .* is damaged: its 4096 bytes", [1], "1 written (1 damaged)"),
+        (_flip_in_layer_one, r"layer 1 .* is damaged \(4096 bytes", [1], "1 written (1 damaged)"),
         (_truncate, r"has \d+ bytes instead of 49152", [2], "(1 damaged)"),
         (_extend, r"has \d+ bytes instead of 49152", [], "3 layers reused"),
     ],

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_subspec.errors import ConfigError, SpillError
+from vllm_subspec.errors import ConfigError, SpillDamagedError, SpillError
 from vllm_subspec.stream import DiskStore, LayerStreamer, Spill
 from vllm_subspec.stream.blockfile import aligned_buffer
-from vllm_subspec.stream.store import _Link
+from vllm_subspec.stream.link import EmulatedLink
 
 
 @pytest.fixture
@@ -66,8 +67,10 @@ def test_a_truncated_spill_is_an_error_not_a_hang(case: Any, spill: Spill) -> No
         for layer in (0, 1):
             assert_same(streamer.acquire(layer), weights[layer])
             streamer.release(layer)
-        with pytest.raises(SpillError, match=rf"layer 2 from .* at {end} failed with errno 5"):
+        ended = rf"layer 2 from .* at {end} failed .* \(the file ends at byte {end}\)"
+        with pytest.raises(SpillDamagedError, match=ended):
             streamer.acquire(2)
+        assert streamer.statistics().retries == 0
         with case.spill.open("r+b") as file:
             file.seek(end)
             file.write(tail)
@@ -103,7 +106,7 @@ def test_a_store_that_closes_ends_every_read(case: Any, spill: Spill) -> None:
 
 
 def test_an_emulated_link_carries_one_chunk_after_another() -> None:
-    link = _Link(bytes_per_s=10.0)
+    link = EmulatedLink(10.0, threading.Event())
     first, second, third = link.send(1000), link.send(50), link.send(1)
     assert second - first == pytest.approx(5.0)
     assert third - second == pytest.approx(0.1)

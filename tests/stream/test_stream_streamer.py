@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_subspec.errors import BudgetError, ConfigError, SpillError
 from vllm_subspec.stream import (
@@ -17,6 +22,7 @@ from vllm_subspec.stream import (
     TensorSpec,
     WeightStore,
 )
+from vllm_subspec.stream.schedule import Read, StreamSchedule
 
 LAYOUT = SpillLayout.of(
     [
@@ -275,3 +281,139 @@ def test_slots_that_cannot_be_allocated() -> None:
 
     with pytest.raises(BudgetError, match="fewer slots"):
         LayerStreamer(HugeStore(), huge, 1)
+
+
+def test_work_is_done_instead_of_waiting() -> None:
+    """Until the weights are there, and without the lock: reads end and others look meanwhile."""
+    store = ManualStore()
+    with LayerStreamer(store, LAYOUT, 2) as streamer, ThreadPoolExecutor(1) as other:
+        done: list[int] = []
+
+        def work() -> bool:
+            assert other.submit(streamer.statistics).result(timeout=30).reads == 0
+            done.append(len(done))
+            if len(done) == 3:
+                other.submit(store.end).result(timeout=30)
+            return True
+
+        assert number_in(streamer.acquire(0, work)) == 1
+        assert done == [0, 1, 2]
+        store.end()
+        assert number_in(streamer.acquire(1, work)) == 2
+        assert done == [0, 1, 2], "these weights were there"
+
+
+def test_acquire_waits_where_there_is_no_more_work() -> None:
+    store = ManualStore()
+    with LayerStreamer(store, LAYOUT, 2, timeout_s=0.02) as streamer:
+        answers = [True, False]
+        with pytest.raises(SpillError, match=r"not read within 0\.02 s"):
+            streamer.acquire(0, lambda: answers.pop(0))
+        assert answers == [], "asked until it says False"
+        store.end()
+        assert number_in(streamer.acquire(0)) == 1
+
+
+def test_work_is_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts neither for the time-out nor in the statistics."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("vllm_subspec.stream.streamer.time", clock)
+    store = ManualStore()
+    with LayerStreamer(store, LAYOUT, 1, timeout_s=60) as streamer, ThreadPoolExecutor(1) as other:
+
+        def end_when_awaited() -> None:
+            wait_until(lambda: bool(streamer._changed._waiters))  # type: ignore[attr-defined]
+            now[0] += 2
+            store.end()
+
+        def work() -> bool:
+            if now[0] < 500:
+                now[0] += 100
+                return True
+            other.submit(end_when_awaited)
+            return False
+
+        assert number_in(streamer.acquire(0, work)) == 1
+        assert streamer.statistics().wait_s == 2
+
+
+def test_work_ends_when_the_read_fails_or_the_streamer_is_closed() -> None:
+    store = ManualStore()
+    streamer = LayerStreamer(store, LAYOUT, 2)
+
+    def fail() -> bool:
+        store.end(SpillError("bad block"))
+        return True
+
+    with pytest.raises(SpillError, match="bad block"):
+        streamer.acquire(0, fail)
+
+    def close() -> bool:
+        streamer.close()
+        return True
+
+    with pytest.raises(SpillError, match="closed"):
+        streamer.acquire(0, close)
+
+
+def test_work_that_raises_leaves_the_layer_to_be_acquired() -> None:
+    store = ManualStore()
+    with LayerStreamer(store, LAYOUT, 2) as streamer:
+
+        def work() -> bool:
+            raise ValueError("the draft fell over")
+
+        with pytest.raises(ValueError, match="fell over"):
+            streamer.acquire(0, work)
+        store.end()
+        assert number_in(streamer.acquire(0)) == 1
+        assert store.layers == [0, 1]
+
+
+def test_no_work_is_begun_where_waiting_would_never_end() -> None:
+    store = ManualStore()
+    with LayerStreamer(store, LAYOUT, 1) as streamer:
+        streamer.start()
+        store.end()
+        streamer.acquire(0)
+        with pytest.raises(RuntimeError, match="release layer 0 first"):
+            streamer.acquire(1, lambda: pytest.fail("nothing may be waited for"))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    num_layers=st.integers(1, 4),
+    num_slots=st.integers(1, 4),
+    work=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 99)), max_size=40),
+)
+def test_settled_is_what_acquire_decides_at_once(
+    num_layers: int, num_slots: int, work: list[tuple[int, int]]
+) -> None:
+    schedule = StreamSchedule(num_layers, num_slots)
+    reads: list[Read] = []
+    held: list[int] = []
+    for action, pick in work:
+        while (read := schedule.next_read()) is not None:  # as the streamer does
+            reads.append(read)
+        layer = schedule.next_layer
+        trial = copy.deepcopy(schedule)
+        try:
+            is_settled = trial.acquire(layer) is not None
+        except (OSError, RuntimeError):
+            is_settled = True
+        assert schedule.is_settled(layer) == is_settled
+        if action < 2 and reads:
+            schedule.finish_read(reads.pop(pick % len(reads)))
+        elif action == 2 and reads:
+            schedule.fail_read(reads.pop(pick % len(reads)), OSError())
+        elif action == 3 and is_settled:
+            with suppress(OSError, RuntimeError):
+                schedule.acquire(layer)
+                held.append(layer)
+        elif action == 4 and held:
+            schedule.release(held.pop(pick % len(held)))
+        elif action == 5:
+            schedule.seek(pick % num_layers)
+            held = []
+        schedule.check_integrity()

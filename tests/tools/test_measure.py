@@ -51,6 +51,11 @@ def test_speculation_figures() -> None:
     }
 
 
+def test_no_draft_step_takes_no_time() -> None:
+    run = Run(RUN.answers, RUN.statistics | {"draft_steps": 0})
+    assert speculation_figures(run)["draft_step_ms"] == 0.0
+
+
 def test_stream_figures() -> None:
     assert stream_figures(RUN) == {
         "streamed_bytes_per_pass": 7,

@@ -1,4 +1,4 @@
-"""The README's tables of options and variables say what the code says."""
+"""The README's tables, commands and links say what the code says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import json
 import re
 from pathlib import Path
 
+import typer.main
+
 from vllm_subspec import envs
 from vllm_subspec.config import SubSpecConfig
+from vllm_subspec.errors import ConfigError
+from vllm_subspec.tools.bench_modes import MODES
+from vllm_subspec.tools.cli import app
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def rows_after(header: str) -> list[str]:
@@ -20,11 +26,22 @@ def rows_after(header: str) -> list[str]:
     return table[1:]
 
 
+def default_of(name: str) -> str:
+    """As the table writes it: "auto" where leaving the option out means the same as that word."""
+    default = SubSpecConfig.model_fields[name].default
+    if default is not None:
+        return json.dumps(default).strip('"')
+    try:
+        return "none" if getattr(SubSpecConfig(**{name: "auto"}), name) else "auto"
+    except ConfigError:
+        return "none"
+
+
 def test_options_are_those_of_the_configuration() -> None:
-    expected = []
-    for name, field in SubSpecConfig.model_fields.items():
-        default = json.dumps(field.default).strip('"').replace("null", "none")
-        expected.append(f"| `{name}` | {default} | {field.description} |")
+    expected = [
+        f"| `{name}` | {default_of(name)} | {field.description} |"
+        for name, field in SubSpecConfig.model_fields.items()
+    ]
     assert rows_after("| option | default | effect |") == expected
 
 
@@ -36,11 +53,41 @@ def test_variables_are_those_that_are_read() -> None:
     assert told == read
 
 
+def test_benchmark_modes_are_those_of_the_benchmark() -> None:
+    expected = [f"| `{mode.name}` | {mode.meaning} |" for mode in MODES.values()]
+    assert rows_after("| mode | meaning |") == expected
+
+
+def test_commands_it_shows_exist_with_their_options() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    told = set(re.findall(r"vllm-subspec ([a-z][a-z-]*)", README))
+    assert {"plan", "doctor", "bench"} <= told <= set(commands)
+    _, _, example = README.partition("\nvllm-subspec bench ")
+    options = set(re.findall(r"--[a-z-]+", example.split("```")[0]))
+    known = {opt for parameter in commands["bench"].params for opt in parameter.opts}
+    assert options
+    assert options <= known
+
+
+def test_settings_it_shows_are_valid() -> None:
+    shown = re.findall(r'\{"method": "subspec"(?:, "[^}]*)?\}', README)
+    assert shown
+    for text in shown:
+        SubSpecConfig(**{name: v for name, v in json.loads(text).items() if name != "method"})
+
+
 def test_examples_and_documents_it_links_to_exist() -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
     assert {"examples/serve.sh", "examples/offline.py", "examples/embed_async.py"} <= set(links)
-    root = Path(__file__).parents[2]
-    assert [link for link in links if not (root / link).is_file()] == []
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_folders_of_the_layout_exist_and_none_is_missing() -> None:
+    told = [row.split("`")[1] for row in rows_after("| folder | duty |")]
+    assert [path for path in told if not (ROOT / path).exists()] == []
+    package = ROOT / "vllm_subspec"
+    rooms = {f"vllm_subspec/{path.parent.name}" for path in package.glob("*/__init__.py")}
+    assert rooms <= set(told)
 
 
 def test_no_placeholder_or_machine_path_is_left() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +51,172 @@ class DraftRank(Protocol):
         """
 
 
+class Growth:
+    """A batch of trees that grows by one level a step, and may go on below an accepted path.
+
+    A level divides the draft's values by ``draft_temperature`` (sharpening), takes the
+    log-softmax over the whole vocabulary, adds the parent's score, and keeps the ``width`` best
+    candidates; ties go to the lower parent, then to the lower token id.
+
+    Args:
+        forward: the draft model.
+        roots: int64 [B], last committed tokens.
+        width: nodes a level keeps.
+        draft_temperature: > 0; below 1 it makes trees deeper and narrower.
+        rank: maps logits to values; None ranks the logits themselves.
+
+    Attributes:
+        rank: see above; replace it after ``follow``, since levels count from the new root.
+        is_exhausted: the last level holds nothing below the root that was followed to: the tree
+            is good for verification, and cannot grow on.
+
+    Raises:
+        ConfigError: ``draft_temperature`` is not a positive finite number.
+    """
+
+    def __init__(
+        self,
+        forward: DraftForward,
+        roots: Tensor,
+        width: int,
+        draft_temperature: float = 0.2,
+        rank: DraftRank | None = None,
+    ) -> None:
+        _check_temperature(draft_temperature)
+        self.rank = rank
+        self.width = width
+        self._forward = forward
+        self._temperature = draft_temperature
+        self._restart(roots)
+
+    def _restart(self, roots: Tensor) -> None:
+        batch = roots.shape[0]
+        self.is_exhausted = False
+        self._levels: list[_Level] = []
+        self._root = _Level(
+            roots[:, None],
+            torch.zeros_like(roots[:, None]),  # the root's own parent is never seen
+            torch.zeros(batch, 1, device=roots.device),
+        )
+        self._mask = torch.ones(batch, 1, 0, dtype=torch.bool, device=roots.device)
+        self._path = roots.new_empty(batch, 1, 0)
+
+    @property
+    def depth(self) -> int:
+        """Levels grown so far."""
+        return len(self._levels)
+
+    def step(self) -> None:
+        """Grow one level, by one forward for the whole batch."""
+        level = self.depth
+        last = self._levels[-1] if self._levels else self._root
+        mask = torch.cat([_of_parents(self._mask, last.parents), _own_slots(last.tokens)], -1)
+        path = torch.cat([_of_parents(self._path, last.parents), last.tokens[..., None]], -1)
+        values = self._forward(last.tokens, level, mask)
+        if self.rank is not None:
+            values = self.rank(values, level, path[..., 1:])
+        log_probs, candidates = _best_log_probs(values.float(), self.width, self._temperature)
+        scores = log_probs + last.scores[..., None]
+        self._levels.append(_Level(*_next_level(scores, candidates, self.width)))
+        self._mask, self._path = mask, path
+
+    def trees(self, max_nodes: int | None = None) -> list[Tree]:
+        """The trees so far, each cut to its ``max_nodes`` best nodes; on the CPU.
+
+        The scheduler takes lists, so this is where the host waits for the device. Only barred
+        candidates make a tree smaller than its levels.
+        """
+        if not self._levels:
+            return [Tree.empty() for _ in self._root.tokens]
+        width, depth = self.width, self.depth
+        tokens = torch.cat([level.tokens for level in self._levels], 1).cpu()
+        scores = torch.cat([level.scores for level in self._levels], 1).cpu()
+        # Static parents, by row of the level above, become indices among all nodes.
+        starts = [max((level - 1) * width, -1) for level in range(depth)]
+        rows = [level.parents + start for level, start in zip(self._levels, starts, strict=True)]
+        rows[0] = torch.full_like(rows[0], -1)
+        parents = torch.cat(rows, 1).cpu()
+        levels = torch.arange(1, depth + 1).repeat_interleave(width)
+        grown = [
+            Tree(token, parent, levels, score).select(score > DEAD)
+            for token, parent, score in zip(tokens, parents, scores, strict=True)
+        ]
+        return grown if max_nodes is None else [tree.prune(max_nodes) for tree in grown]
+
+    def follow(self, tokens: Sequence[int]) -> Rerooting | None:
+        """Go on below the node that ``tokens`` lead to from the root (post-speculation).
+
+        What was grown below that node stays and counts from it; all else is dropped. For a batch
+        of one.
+
+        Args:
+            tokens: committed after the root, at least one.
+
+        Returns:
+            How scratch slots move, or ``None`` where the tree holds no such path: nothing
+            changed then, and another growth is due.
+        """
+        row, visited = 0, 0
+        if len(tokens) > self.depth:
+            return None
+        for level, token in zip(self._levels, tokens, strict=False):
+            same = (level.tokens[0] == token) & (level.scores[0] > DEAD)
+            if visited:
+                same &= level.parents[0] == row
+            found = same.nonzero()
+            if not len(found):
+                return None
+            row, visited = int(found[0]), visited + 1
+        if visited == self.depth:  # its own forward is still to come: nothing below it is known
+            self._restart(torch.tensor(tokens[-1:], device=self._root.tokens.device))
+            return Rerooting(visited, None)
+        slot = 1 + (visited - 1) * self.width + row
+        first = 1 + visited * self.width
+        self._keep_below(visited, row)
+        self._mask = torch.cat([self._mask[..., slot : slot + 1], self._mask[..., first:]], -1)
+        self._path = self._path[..., visited:]
+        return Rerooting(visited, slot)
+
+    def _keep_below(self, visited: int, row: int) -> None:
+        new_root = self._levels[visited - 1]
+        score = new_root.scores[:, row : row + 1]
+        alive = torch.zeros_like(new_root.scores, dtype=torch.bool)
+        alive[:, row] = True
+        kept = []
+        for level in self._levels[visited:]:
+            alive = alive.gather(1, level.parents)
+            scores = torch.where(alive, level.scores - score, DEAD)
+            kept.append(_Level(level.tokens, level.parents, scores))
+        while kept and not bool((kept[-1].scores > DEAD).any()):
+            kept.pop()
+            self.is_exhausted = True
+        self._root = _Level(new_root.tokens[:, row : row + 1], self._root.parents, score * 0)
+        self._levels = kept
+
+
+class _Level(NamedTuple):
+    """Nodes of one level, each [B, m]: tokens, parents as rows of the level above, scores."""
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
+class Rerooting:
+    """How a growth moved down.
+
+    Attributes:
+        levels: how many levels lie above the new root now, committed all.
+        slot: scratch slot that the new root's keys and values had; they belong in slot 0, and
+            those of slot ``1 + levels * width`` and on in slot 1 and on. ``None``: the new root
+            has none yet, and nothing of the scratch stays.
+    """
+
+    levels: int
+    slot: int | None
+
+
 def grow(
     forward: DraftForward,
     roots: Tensor,
@@ -58,41 +226,12 @@ def grow(
 ) -> list[Tree]:
     """Grow one tree of ``shape`` per request, with ``shape.depth`` forwards for the whole batch.
 
-    Each level divides the values by ``draft_temperature`` (sharpening), takes the log-softmax
-    over the whole vocabulary, adds the parent's score, and keeps the ``width`` best candidates
-    as the next level; ties go to the lower parent, then to the lower token id.
-
-    Args:
-        forward: the draft model.
-        roots: int64 [B], last committed tokens.
-        shape: of every tree.
-        draft_temperature: > 0; below 1 it makes trees deeper and narrower.
-        rank: maps logits to values; None ranks the logits themselves.
-
-    Returns:
-        B trees, on the CPU, since the scheduler takes lists; nothing waits for the device
-        before the last level. Only barred candidates make a tree smaller than the shape.
-
-    Raises:
-        ConfigError: ``draft_temperature`` is not a positive finite number.
+    See ``Growth``.
     """
-    _check_temperature(draft_temperature)
-    batch, width = roots.shape[0], shape.width
-    tokens, scores = roots[:, None], torch.zeros(batch, 1, device=roots.device)
-    parents = torch.zeros_like(tokens)  # rows of the level above; the root's own is never seen
-    mask = torch.ones(batch, 1, 0, dtype=torch.bool, device=roots.device)
-    path = roots.new_empty(batch, 1, 0)
-    grown: list[tuple[Tensor, Tensor, Tensor]] = []
-    for level in range(shape.depth):
-        mask = torch.cat([_of_parents(mask, parents), _own_slots(tokens)], -1)
-        path = torch.cat([_of_parents(path, parents), tokens[..., None]], -1)
-        values = forward(tokens, level, mask)
-        if rank is not None:
-            values = rank(values, level, path[..., 1:])
-        log_probs, candidates = _best_log_probs(values.float(), width, draft_temperature)
-        tokens, parents, scores = _next_level(log_probs + scores[..., None], candidates, width)
-        grown.append((tokens, parents + max((level - 1) * width, -1), scores))
-    return _trees(grown, shape)
+    growth = Growth(forward, roots, shape.width, draft_temperature, rank)
+    for _ in range(shape.depth):
+        growth.step()
+    return growth.trees(shape.max_nodes)
 
 
 def _check_temperature(value: float) -> None:
@@ -170,13 +309,3 @@ def _next_level(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Ten
     best, order = scores.flatten(1).sort(dim=-1, descending=True, stable=True)
     order = order[:, :width]
     return tokens.flatten(1).gather(1, order), order // width, best[:, :width]
-
-
-def _trees(grown: list[tuple[Tensor, Tensor, Tensor]], shape: TreeShape) -> list[Tree]:
-    """Drop dead places, then prune. Static parents become indices among the nodes that stay."""
-    tokens, parents, scores = (torch.cat(parts, 1).cpu() for parts in zip(*grown, strict=True))
-    levels = torch.arange(1, shape.depth + 1).repeat_interleave(shape.width)
-    return [
-        Tree(token, parent, levels, score).select(score > DEAD).prune(shape.node_count)
-        for token, parent, score in zip(tokens, parents, scores, strict=True)
-    ]

@@ -2,7 +2,7 @@
 
 ``--speculative-config subspec``, its JSON forms, ``--spec-method subspec`` and vLLM's long form
 with ``custom_class`` all become: our worker, vLLM's ``custom_class`` method, and the settings in
-``additional_config["subspec"]``.
+``additional_config["subspec"]``. One of vLLM's own methods may stay beside them, over our stream.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_subspec.config import SubSpecConfig
-from vllm_subspec.draft.tree import TreeShape
 from vllm_subspec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 METHOD = "subspec"
 CONFIG_KEY = "subspec"
+OWN_METHOD_KEY = "subspec_beside"  # names the method of vLLM's that was asked for beside SubSpec
+OVER_STREAM = ("ngram", "suffix", "draft_model")
+_HOW_BESIDE = (
+    f"set speculate to false in additional_config[{CONFIG_KEY!r}] to run it over SubSpec's stream"
+)
 PROPOSER = "vllm_subspec.SubstituteProposer"
 CPU_WORKER = "vllm_subspec.integration.worker.SubSpecCPUWorker"
 
@@ -76,21 +80,45 @@ def translate(engine_args: Any) -> SubSpecConfig:
     additional = engine_args.additional_config or {}
     if engine_args.worker_cls == CPU_WORKER and CONFIG_KEY in additional:
         return SubSpecConfig(**additional[CONFIG_KEY])
-    config = SubSpecConfig(**_options(engine_args))
+    beside = _method_beside(engine_args)
+    options = additional[CONFIG_KEY] if beside else _options(engine_args)
+    config = SubSpecConfig(**options)
     refuse_arguments(engine_args, config)
-    engine_args.additional_config = {**additional, CONFIG_KEY: config.to_options()}
+    settings: dict[str, Any] = {CONFIG_KEY: config.to_options()}
     engine_args.worker_cls = CPU_WORKER
-    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
-    nodes = TreeShape(config.width, config.depth, config.max_nodes).node_count
-    engine_args.speculative_config = (
-        {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": nodes}
-        if config.speculate
-        else None
-    )
+    if beside:
+        settings[OWN_METHOD_KEY] = beside
+    else:
+        _name_proposer(engine_args, config)
+    engine_args.additional_config = {**additional, **settings}
     if not engine_args.enforce_eager:
         logger.info("SubSpec runs the model eagerly: draft view and streaming hooks are Python")
         engine_args.enforce_eager = True
     return config
+
+
+def _method_beside(engine_args: Any) -> str | None:
+    """The method of vLLM's that was asked for together with streaming that drafts nothing."""
+    settings = (engine_args.additional_config or {}).get(CONFIG_KEY)
+    given = engine_args.speculative_config
+    method = given.get("method") if isinstance(given, Mapping) else None
+    method = method or engine_args.spec_method
+    streams_only = isinstance(settings, Mapping) and settings.get("speculate") is False
+    return method if streams_only and method in OVER_STREAM else None
+
+
+def _name_proposer(engine_args: Any, config: SubSpecConfig) -> None:
+    """Make our proposer the speculative method, or none if nothing is to be drafted."""
+    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
+    engine_args.speculative_config = (
+        {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": config.node_count,
+        }
+        if config.speculate
+        else None
+    )
 
 
 def _options(engine_args: Any) -> dict[str, Any]:
@@ -131,6 +159,7 @@ def _drop_names(options: dict[str, Any]) -> None:
     if method not in (None, METHOD) and (method, model) != ("custom_class", PROPOSER):
         raise ConfigError(
             f"speculative method {method!r} and SubSpec are asked for at once; keep one"
+            + (f", or {_HOW_BESIDE}" if method in OVER_STREAM else "")
         )
     if model not in (None, PROPOSER):
         raise ConfigError(

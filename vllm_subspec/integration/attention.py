@@ -1,6 +1,6 @@
 """vLLM's CPU attention, plus the two cases it lacks: tree nodes, and drafts with own KV.
 
-Metadata of a class of ours marks those cases; everything else passes through. Registered over
+Metadata of a class of ours marks trees; everything else passes through. Registered over
 ``CPU_ATTN`` by vLLM's own ``register_backend`` (v1/attention/backends/registry.py).
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from subspec_kernels.kv_cache import gather_context, gather_slots
+from subspec_kernels.kv_cache import gather_slots
 from subspec_kernels.tree_attention import tree_attention
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -32,14 +32,14 @@ class TreeRows:
     Attributes:
         start: index of the root among the batch's tokens; its nodes follow in level order.
         batch_row: the request's row of the block table.
-        num_context: positions before the root.
+        num_context: int32 [1], positions before the root.
         mask: bool [n + 1, n + 1], true at a row itself and at its ancestors.
-        depths: int64 [n + 1], levels below the root.
+        depths: int32 [n + 1], levels below the root.
     """
 
     start: int
     batch_row: int
-    num_context: int
+    num_context: torch.Tensor
     mask: torch.Tensor
     depths: torch.Tensor
 
@@ -52,11 +52,60 @@ class TreeAttentionMetadata(CPUAttentionMetadata):
 
 
 @dataclass
-class DraftAttentionMetadata:
-    """A draft step: the scratch holds the context and the nodes' own keys and values."""
+class DraftContext:
+    """Where the requests of a growth have their context.
 
-    scratch: DraftScratch
-    layer: int
+    Attributes:
+        block_tables: int32 [requests, blocks] per KV cache group, each request's blocks in order.
+        lengths: int32 [requests], positions before the root.
+    """
+
+    block_tables: list[torch.Tensor]
+    lengths: torch.Tensor
+
+
+def draft_attention(
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: DraftContext,
+    group: int,
+    scratch: DraftScratch,
+    index: int,
+) -> torch.Tensor:
+    """One level of nodes through one attention layer: context in vLLM's blocks, own KV beside.
+
+    Args:
+        layer: vLLM's ``Attention``.
+        query: [requests * m, heads * dim].
+        key: [requests * m, kv_heads * dim].
+        value: like ``key``.
+        context: of the requests.
+        group: the layer's KV cache group.
+        scratch: gets the nodes' keys and values.
+        index: of the layer in the scratch.
+
+    Returns:
+        [requests * m, heads * dim].
+    """
+    impl = layer.impl
+    kv_shape = (-1, impl.num_kv_heads, impl.head_size)
+    keys, values = scratch.append(index, key.view(kv_shape), value.view(kv_shape))
+    out = tree_attention(
+        query.view(scratch.num_requests, -1, impl.num_heads, impl.head_size),
+        layer.kv_cache,
+        context.block_tables[group],
+        context.lengths,
+        keys,
+        values,
+        scratch.mask(impl.sliding_window),
+        scratch.levels,
+        impl.scale,
+        impl.logits_soft_cap,
+        impl.sliding_window,
+    )
+    return out.view(query.shape)
 
 
 def override_cpu_attention(active: bool) -> None:
@@ -100,7 +149,7 @@ class SubSpecCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class SubSpecCPUAttentionImpl(CPUAttentionBackendImpl):
-    """Dispatches on the metadata's class."""
+    """vLLM's own, then over again for the rows of trees."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -125,34 +174,11 @@ class SubSpecCPUAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if type(attn_metadata) is DraftAttentionMetadata:
-            return self._draft(query, key, value, attn_metadata, output)
         args = (output, output_scale, output_block_scale)
         super().forward(layer, query, key, value, kv_cache, attn_metadata, *args)
         if type(attn_metadata) is TreeAttentionMetadata:
             for tree in attn_metadata.trees:
                 self._verify(query, kv_cache, attn_metadata, tree, output)
-        return output
-
-    def _draft(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: DraftAttentionMetadata,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
-        scratch = metadata.scratch
-        keys, values = scratch.append(metadata.layer, key, value)
-        out = tree_attention(
-            query.view(scratch.num_requests, -1, self.num_heads, self.head_size),
-            keys,
-            values,
-            scratch.mask(self.sliding_window),
-            self.scale,
-            self.logits_soft_cap,
-        )
-        output.view_as(out).copy_(out)
         return output
 
     def _verify(
@@ -164,27 +190,21 @@ class SubSpecCPUAttentionImpl(CPUAttentionBackendImpl):
         output: torch.Tensor,
     ) -> None:
         rows = slice(tree.start, tree.start + len(tree.depths))
-        num_context, num_rows = tree.num_context, len(tree.depths)
-        shape = (self.num_kv_heads, num_context + num_rows, self.head_size)
-        keys, values = query.new_empty(shape), query.new_empty(shape)
-        block_ids = metadata.block_table[tree.batch_row].to(torch.int64)
-        gather_context(
-            kv_cache, block_ids, num_context, keys[:, :num_context], values[:, :num_context]
-        )
-        node_keys, node_values = gather_slots(kv_cache, metadata.slot_mapping[rows])
-        keys[:, num_context:] = node_keys.transpose(0, 1)
-        values[:, num_context:] = node_values.transpose(0, 1)
-        mask = torch.ones(num_rows, num_context + num_rows, dtype=torch.bool)
-        mask[:, num_context:] = tree.mask
+        keys, values = gather_slots(kv_cache, metadata.slot_mapping[rows])
+        mask = tree.mask
         if self.sliding_window > 0:
-            positions = torch.cat([torch.arange(num_context), num_context + tree.depths])
-            mask &= positions[None] > positions[num_context:, None] - self.sliding_window
+            mask = mask & (tree.depths > tree.depths[:, None] - self.sliding_window)
         out = tree_attention(
             query[rows][None],
-            keys[None],
-            values[None],
+            kv_cache,
+            metadata.block_table[tree.batch_row][None],
+            tree.num_context,
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
             mask[None],
+            tree.depths[None],
             self.scale,
             self.logits_soft_cap,
+            self.sliding_window,
         )
         output[rows] = out[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from subspec_kernels.kv_cache import gather_context
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
@@ -15,17 +16,19 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_subspec.config import SubSpecConfig
-from vllm_subspec.draft.growth import grow
+from vllm_subspec.config import AUTO_DEPTH, AUTO_WIDTH, SubSpecConfig
+from vllm_subspec.draft.growth import Growth
 from vllm_subspec.draft.scratch import DraftScratch
 from vllm_subspec.draft.tree import Tree, TreeShape
-from vllm_subspec.integration.attention import DraftAttentionMetadata
+from vllm_subspec.draft.tuning import DepthTuner, deepest
+from vllm_subspec.integration.attention import DraftContext, draft_attention
+from vllm_subspec.integration.draft_view import attend_when_drafting, fuse_when_drafting
 from vllm_subspec.integration.linear import View
+from vllm_subspec.integration.ranking import DraftRanking
 from vllm_subspec.integration.rows import RowProcessor
+from vllm_subspec.integration.statistics import DraftCounters
+from vllm_subspec.timeline import Timeline
 from vllm_subspec.verify.position_noise import PositionNoise
-
-_NO_TOP_K = 1 << 30
-_NUM_RANKED = 256  # tokens of a row that noise may lift; the rest are never the target's draw
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,34 @@ class DraftPolicy:
         shape: of the trees.
         draft_temperature: sharpening T_d.
         noise_coupling: whether sampled requests draft with the target's own noise (D10).
+        post_speculation: whether a tree grows on while the target's weights stream.
+        most_depth: how deep live tuning may go from ``shape.depth``; ``None`` keeps that depth.
     """
 
     shape: TreeShape
     draft_temperature: float
     noise_coupling: bool
+    post_speculation: bool
+    most_depth: int | None
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes that a tree hands to verification at most."""
+        return self.shape.max_nodes or self.shape.node_count
 
     @classmethod
-    def of(cls, config: SubSpecConfig) -> DraftPolicy:
-        """The policy that the settings ask for."""
-        shape = TreeShape(config.width, config.depth, config.max_nodes)
-        return cls(shape, config.draft_temperature, config.noise_coupling)
+    def of(cls, config: SubSpecConfig, planned: TreeShape | None = None) -> DraftPolicy:
+        """The policy that the settings ask for; what they leave open is as planned, then tuned."""
+        width = config.width or (planned.width if planned else AUTO_WIDTH)
+        depth = config.depth or (planned.depth if planned else AUTO_DEPTH)
+        most_nodes = min(config.node_count, planned.node_count if planned else config.node_count)
+        return cls(
+            TreeShape(width, depth, most_nodes),
+            config.draft_temperature,
+            config.noise_coupling,
+            config.post_speculation,
+            None if config.depth else deepest(depth),
+        )
 
 
 @dataclass(frozen=True)
@@ -54,26 +74,55 @@ class DraftRequest:
     """A request to draft for, between two target passes.
 
     Attributes:
+        req_id: its id.
         batch_row: its row in vLLM's persistent batch.
-        root: last committed token; its keys and values are not in the cache yet.
+        committed: tokens that the last pass committed, the root being the last of them.
         num_context: positions before the root, all in the cache.
         max_depth: levels that may still be committed, >= 1.
         output: tokens committed so far, the root included.
         generator: what a sampled request draws from, at the root's draw; ``None`` if greedy.
-        block_ids: int64 per KV cache group, the request's blocks in order.
+        block_tables: int32 [blocks] per KV cache group, the request's blocks in order.
     """
 
+    req_id: str
     batch_row: int
-    root: int
+    committed: Sequence[int]
     num_context: int
     max_depth: int
     output: list[int]
     generator: torch.Generator | None
-    block_ids: Sequence[torch.Tensor]
+    block_tables: Sequence[torch.Tensor]
+
+
+@dataclass
+class _Growing:
+    """A growth, and the requests it is for, as they were at its roots."""
+
+    growth: Growth
+    requests: Sequence[DraftRequest]
+    max_levels: int
+
+    def may_go_on(self) -> bool:
+        return self.growth.depth < self.max_levels and not self.growth.is_exhausted
+
+
+@dataclass(frozen=True)
+class _Verifying:
+    """The trees that the target looks at now, since when, and the steps hidden until then."""
+
+    requests: Sequence[DraftRequest]
+    trees: Sequence[Tree]
+    since: float
+    hidden_before: int
 
 
 class Drafter:
-    """Grows a tree for each request with the shadow, context read from vLLM's blocks."""
+    """Grows a tree for each request with the shadow, context read from vLLM's blocks.
+
+    While one request is alone, its tree grows on below its best leaves during the target's pass
+    (post-speculation, arXiv 2509.18344), in the waits for streamed weights; what lies below the
+    accepted path is the next tree's beginning.
+    """
 
     def __init__(
         self,
@@ -82,25 +131,42 @@ class Drafter:
         view: View,
         rows: RowProcessor,
         noise: PositionNoise,
+        timeline: Timeline,
     ) -> None:
-        self.policy = policy
+        self.set_policy(policy)
+        self._timeline = timeline
         self._vllm_config = vllm_config
         self._view = view
         self._rows = rows
         self._noise = noise
         self._scratch = DraftScratch(vllm_config.model_config.dtype, torch.device("cpu"))
-        self.num_steps = 0
-        self.seconds = 0.0
+        self._context = DraftContext([], torch.empty(0, dtype=torch.int32))
+        self._growing: _Growing | None = None
+        self._verifying: _Verifying | None = None
+        self._in_pass = False
+        self._step_s = 0.0  # of the last draft step
+        self.counters = DraftCounters()
 
     def bind(self, model: nn.Module, layers: dict[str, Attention], groups: dict[str, int]) -> None:
         """Take the loaded model, its attention layers by name, and their KV cache groups."""
         self._model = model
-        self._layers = list(layers.values())
-        self._groups = [groups[name] for name in layers]
-        self._heads = [(layer.num_kv_heads, layer.head_size) for layer in self._layers]
-        self._metadata = {
-            name: DraftAttentionMetadata(self._scratch, index) for index, name in enumerate(layers)
-        }
+        self._heads = [(layer.num_kv_heads, layer.head_size) for layer in layers.values()]
+        for index, (name, layer) in enumerate(layers.items()):
+            attend = partial(self._attend, layer, groups[name], index)
+            attend_when_drafting(layer, self._view, attend)
+        fuse_when_drafting(model, self._view)
+
+    def set_policy(self, policy: DraftPolicy) -> None:
+        """Draft by ``policy`` from now on."""
+        self.policy = policy
+        self._tuner = (
+            None if policy.most_depth is None else DepthTuner(policy.shape.depth, policy.most_depth)
+        )
+
+    @property
+    def depth(self) -> int:
+        """Levels to draft, before a request's own limit."""
+        return self.policy.shape.depth if self._tuner is None else self._tuner.depth
 
     def draft(
         self,
@@ -115,139 +181,153 @@ class Drafter:
             metadata: of the whole batch.
             params: of the whole batch, by batch row.
         """
-        start = time.perf_counter()
+        start = time.monotonic()
         policy = self.policy
-        depth = min(policy.shape.depth, max(request.max_depth for request in requests))
-        shape = replace(policy.shape, depth=depth)
-        self._load_context(requests, shape)
-        roots = torch.tensor([request.root for request in requests])
-        noise = self._noise if policy.noise_coupling else None
-        rank = _Rank(self._rows, requests, metadata, params, depth, noise)
-        step = _Step(self, requests)
-        trees = grow(step, roots, shape, policy.draft_temperature, None if rank.is_plain else rank)
-        self.num_steps += depth
-        self.seconds += time.perf_counter() - start
-        return [
-            tree.limit_depth(request.max_depth)
-            for tree, request in zip(trees, requests, strict=True)
+        self._observe_pass(requests, start)
+        depth = min(self.depth, max(request.max_depth for request in requests))
+        growing = self._go_on(requests, depth) or self._begin(requests)
+        growth = growing.growth
+        rank = self._rank(requests, metadata, params, growing.max_levels)
+        growth.rank = None if rank.is_plain else rank
+        self._growing = growing
+        began, steps = time.monotonic(), 0
+        while growth.depth < depth and growing.may_go_on():
+            growth.step()
+            steps += 1
+        end = time.monotonic()
+        self.counters.draft_steps += steps
+        self._step_s = (end - began) / steps if steps else self._step_s
+        if self._tuner is not None and len(requests) == 1:
+            self._tuner.observe_draft(steps, end - began)
+        self.counters.draft_seconds += end - start
+        self._timeline.record("draft", start, end)
+        trees = [
+            tree.limit_depth(request.max_depth).prune(policy.max_nodes)
+            for tree, request in zip(growth.trees(), requests, strict=True)
         ]
+        self._verifying = _Verifying(requests, trees, end, self.counters.overlapped_draft_steps)
+        return trees
 
-    def _load_context(self, requests: Sequence[DraftRequest], shape: TreeShape) -> None:
-        contexts = [request.num_context for request in requests]
-        self._scratch.begin(self._heads, contexts, 1 + shape.width * shape.depth)
-        for index, (layer, group) in enumerate(zip(self._layers, self._groups, strict=True)):
-            for row, request in enumerate(requests):
-                keys, values = self._scratch.context(index, row)
-                gather_context(
-                    layer.kv_cache, request.block_ids[group], request.num_context, keys, values
-                )
+    def _observe_pass(self, requests: Sequence[DraftRequest], now: float) -> None:
+        """Tell the tuner what became of the last tree, if one request was alone with it."""
+        last = self._verifying
+        if self._tuner is None or last is None or len(requests) != 1 or len(last.requests) != 1:
+            return
+        (new,), (old,), (tree,) = requests, last.requests, last.trees
+        if new.req_id == old.req_id and new.num_context == old.num_context + len(new.committed):
+            hidden = self.counters.overlapped_draft_steps - last.hidden_before
+            self._tuner.observe_pass(tree.depth, len(new.committed) - 1, now - last.since, hidden)
 
+    def forget(self, req_id: str) -> None:
+        """A request is over: what was grown for it is of no use."""
+        if self._growing and any(r.req_id == req_id for r in self._growing.requests):
+            self._growing = None
 
-class _Step:
-    """The draft forward of `grow`: one level of all requests through the model."""
-
-    def __init__(self, drafter: Drafter, requests: Sequence[DraftRequest]) -> None:
-        self._drafter = drafter
-        self._root_positions = torch.tensor([[request.num_context] for request in requests])
-
-    def __call__(self, tokens: torch.Tensor, level: int, mask: torch.Tensor) -> torch.Tensor:
-        drafter = self._drafter
-        drafter._scratch.advance(level, mask)
-        # vLLM's C++ kernels read positions as a dense array: an expanded view would not do.
-        positions = (self._root_positions + level).expand_as(tokens).flatten().contiguous()
-        context = set_forward_context(
-            drafter._metadata, drafter._vllm_config, num_tokens=tokens.numel(), slot_mapping={}
+    @contextmanager
+    def target_pass(self, req_id: str | None) -> Iterator[None]:
+        """A pass of the target that verifies the tree of one request, alone, or any other pass
+        (``None``). In the former ``extend`` may work."""
+        growing = self._growing
+        self._in_pass = (
+            self.policy.post_speculation
+            and growing is not None
+            and [request.req_id for request in growing.requests] == [req_id]
         )
-        with drafter._view.draft(), context:
-            hidden = drafter._model(input_ids=tokens.flatten().contiguous(), positions=positions)
-            logits = drafter._model.compute_logits(hidden)
-        return logits.float().view(*tokens.shape, -1)
+        try:
+            yield
+        finally:
+            self._in_pass = False
 
+    def extend(self, seconds: float) -> bool:
+        """Grow one more level while the target waits for weights; False where there is no use.
 
-class _Rank:
-    """Ranks the draft's candidates as the request's own sampler would, noise included (D10)."""
+        Args:
+            seconds: for which the link has slots to fill; a longer step would cost what it saves.
+        """
+        growing = self._growing
+        if not self._in_pass or growing is None or not growing.may_go_on():
+            return False
+        if self._step_s > seconds:
+            return False
+        start = time.monotonic()
+        growing.growth.step()
+        end = time.monotonic()
+        self.counters.overlapped_draft_steps += 1
+        self.counters.overlapped_draft_seconds += end - start
+        self._step_s = end - start
+        self._timeline.record("draft", start, end)
+        return True
 
-    def __init__(
+    def _go_on(self, requests: Sequence[DraftRequest], depth: int) -> _Growing | None:
+        """The last growth, below the path that was accepted since; None where it left the tree."""
+        growing = self._growing
+        if growing is None or not self.policy.post_speculation or len(requests) != 1:
+            return None
+        (new,), old = requests, growing.requests[0]
+        if len(growing.requests) != 1 or growing.growth.width != self.policy.shape.width:
+            return None
+        moved = new.num_context - old.num_context
+        if new.req_id != old.req_id or moved != len(new.committed):
+            return None
+        rerooting = growing.growth.follow(new.committed)
+        if rerooting is None or (growing.growth.is_exhausted and growing.growth.depth < depth):
+            return None
+        self._scratch.move_down(rerooting, growing.growth.width)
+        self._take_context(requests)
+        self.counters.followed_drafts += 1
+        return replace(growing, requests=requests, max_levels=self._max_levels(requests))
+
+    def _begin(self, requests: Sequence[DraftRequest]) -> _Growing:
+        self.counters.started_drafts += 1
+        policy = self.policy
+        deepest = policy.most_depth or policy.shape.depth
+        num_slots = 1 + policy.shape.width * (2 if policy.post_speculation else 1) * deepest
+        self._scratch.begin(self._heads, len(requests), num_slots)
+        self._take_context(requests)
+        roots = torch.tensor([request.committed[-1] for request in requests])
+        growth = Growth(self._forward, roots, policy.shape.width, policy.draft_temperature)
+        return _Growing(growth, requests, self._max_levels(requests))
+
+    def _max_levels(self, requests: Sequence[DraftRequest]) -> int:
+        """Levels that have room in the scratch and may still be committed."""
+        room = (self._scratch.num_slots - 1) // self.policy.shape.width
+        return min(room, max(request.max_depth for request in requests))
+
+    def _take_context(self, requests: Sequence[DraftRequest]) -> None:
+        tables = zip(*(request.block_tables for request in requests), strict=True)
+        self._context.block_tables = [torch.stack(rows) for rows in tables]
+        lengths = torch.tensor([request.num_context for request in requests])
+        self._context.lengths = lengths.int()
+        self._root_positions = lengths[:, None]
+
+    def _rank(
         self,
-        rows: RowProcessor,
         requests: Sequence[DraftRequest],
         metadata: SamplingMetadata,
         params: Sequence[SamplingParams],
-        depth: int,
-        noise: PositionNoise | None,
-    ) -> None:
-        self._rows = rows
-        self._noise = noise
-        self._requests = requests
-        self._metadata = metadata
-        self._params = params
-        chosen = [params[request.batch_row] for request in requests]
-        self._alters = any(
-            p.min_tokens
-            or p.logit_bias
-            or p.bad_words
-            or p.allowed_token_ids
-            or p.presence_penalty
-            or p.frequency_penalty
-            or p.repetition_penalty != 1.0
-            for p in chosen
-        )
-        self._sampled = torch.tensor([request.generator is not None for request in requests])
-        self.is_plain = not self._alters and not bool(self._sampled.any())
-        self._draws = [
-            None
-            if noise is None or request.generator is None
-            else noise.peek(request.generator, depth)
-            for request in requests
-        ]
-        if bool(self._sampled.any()):
-            self._temperature = _column([max(p.temperature, 1e-5) for p in chosen])
-            self._top_k = _column([p.top_k if p.top_k > 0 else _NO_TOP_K for p in chosen])
-            self._top_p = _column([p.top_p for p in chosen])
-            self._min_p = _column([p.min_p for p in chosen])
+        levels: int,
+    ) -> DraftRanking:
+        noise = self._noise if self.policy.noise_coupling else None
+        return DraftRanking(self._rows, requests, metadata, params, levels, noise)
 
-    def __call__(self, logits: torch.Tensor, level: int, history: torch.Tensor) -> torch.Tensor:
-        if self._alters:
-            logits = self._altered(logits, history)
-        sampled = self._sampled.nonzero().flatten()
-        if len(sampled):
-            logits[sampled] = self._noisy(logits[sampled], level, sampled)
-        return logits
+    def _forward(self, tokens: torch.Tensor, level: int, mask: torch.Tensor) -> torch.Tensor:
+        """The draft forward of a growth: one level of all requests through the model."""
+        self._scratch.advance(level, mask)
+        # vLLM's C++ kernels read positions as a dense array: an expanded view would not do.
+        positions = (self._root_positions + level).expand_as(tokens).flatten().contiguous()
+        context = set_forward_context({}, self._vllm_config, num_tokens=tokens.numel())
+        with self._view.draft(), context:
+            hidden = self._model(input_ids=tokens.flatten().contiguous(), positions=positions)
+            logits = self._model.compute_logits(hidden)
+        return logits.float().view(*tokens.shape, -1)
 
-    def _altered(self, logits: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-        m = logits.shape[1]
-        rows = [request.batch_row for request in self._requests for _ in range(m)]
-        outputs = [request.output for request in self._requests for _ in range(m)]
-        paths = history.flatten(0, 1).tolist()
-        histories = [[*output, *path] for output, path in zip(outputs, paths, strict=True)]
-        selected = self._rows.select_rows(self._metadata, self._params, rows, histories)
-        altered = self._rows.sampler.apply_logits_processors(logits.flatten(0, 1), selected, False)
-        return altered.view_as(logits)
-
-    def _noisy(self, logits: torch.Tensor, level: int, which: torch.Tensor) -> torch.Tensor:
-        """Temperature, min-p, top-k, top-p on each row's best tokens, plus the target's noise.
-
-        Order and cuts follow vLLM's sampler; only the tail beyond the best tokens is left out,
-        which can cost agreement and never exactness.
-        """
-        temperature, top_k = self._temperature[which], self._top_k[which]
-        best, ids = logits.topk(min(_NUM_RANKED, logits.shape[-1]), dim=-1)
-        ranked = best / temperature
-        total = (logits / temperature).logsumexp(-1, keepdim=True)
-        probs = (ranked - total).exp()
-        barred = probs < self._min_p[which] * probs[..., :1]
-        barred |= torch.arange(ids.shape[-1]) >= top_k
-        kept = probs.masked_fill(barred, 0)
-        if bool((top_k < _NO_TOP_K).any()):
-            kept = kept / kept.sum(-1, keepdim=True)
-        barred |= kept.cumsum(-1) - kept >= self._top_p[which]
-        if self._noise is not None:
-            draws = torch.stack([self._draws[i][level] for i in which.tolist()])
-            ranked = (ranked + self._noise.gumbel(draws, ids)).float()
-        ranked = ranked.masked_fill(barred, float("-inf"))
-        return torch.full_like(logits, float("-inf")).scatter(-1, ids, ranked)
-
-
-def _column(values: Sequence[float]) -> torch.Tensor:
-    """[requests, 1, 1], to meet [requests, m, vocab]."""
-    return torch.tensor(values)[:, None, None]
+    def _attend(
+        self,
+        layer: Attention,
+        group: int,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        return draft_attention(layer, query, key, value, self._context, group, self._scratch, index)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,18 +27,23 @@ from vllm_subspec.integration.linear import (
     View,
     plain_linears,
 )
+from vllm_subspec.integration.placing import head_shape, place_model, spill_directory
+from vllm_subspec.integration.vocabulary import Vocabulary
 from vllm_subspec.memory import release_freed_memory
-from vllm_subspec.plan import Placement, place
+from vllm_subspec.plan import Placement
 from vllm_subspec.shadow import ShadowCache, ShadowSettings, build_shadows
 from vllm_subspec.shadow.formats import check_shape
 from vllm_subspec.stream import (
     DiskStore,
     LayerStreamer,
+    RowPiece,
     SpillLayout,
     SpillWriter,
     StreamStatistics,
     TensorSpec,
+    split_rows,
 )
+from vllm_subspec.timeline import Timeline
 
 _NO_LINEARS = (
     "this model has no decoder layers with plain linears to shadow or to stream: run it without "
@@ -70,6 +76,9 @@ class SubSpecOffloader(BaseOffloader):
         self.config = config
         self.view = View()
         self.streamer: LayerStreamer | None = None
+        self.timeline = Timeline()
+        self._acquired_at = 0.0
+        self.while_waiting: Callable[[float], bool] | None = None  # see LayerStreamer.acquire
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._model = str(vllm_config.model_config.model)
         self._revision = vllm_config.model_config.revision or ""
@@ -78,7 +87,10 @@ class SubSpecOffloader(BaseOffloader):
         self._layers: list[_Layer] = []
         self._placement: Placement | None = None
         self._writer: SpillWriter | None = None
-        self._settings = ShadowSettings(config.bits, config.group_size, config.quantizer)
+        self._vllm_config = vllm_config
+        self.vocabulary = Vocabulary(self.view, self._finish_vocabulary)
+        self._vocabulary_done = False
+        self._head_pieces: tuple[RowPiece, ...] = ()
         self._cache = ShadowCache(envs.cache_dir() / "shadows") if config.speculate else None
         self._progress: Any = None
 
@@ -98,25 +110,58 @@ class SubSpecOffloader(BaseOffloader):
             SpillError: the spill cannot be created.
         """
         modules = list(modules_generator)
+        if self._layers and self._speculates_otherwise():
+            return modules  # vLLM's own draft model, which fits
         if self._layers:
             raise UnsupportedError(
                 "this model has more than one stack of decoder layers (encoder-decoder, or a "
                 "multi-modal tower): SubSpec serves decoder-only text models"
             )
-        self._placement = place(len(modules), self.config.resident_layers, self.config.slots)
         for index, module in enumerate(modules):
-            linears = plain_linears(module, f"layer {index}")
-            self._layers.append(_Layer(module, linears))
-            if self.config.speculate and self._placement.is_streamed(index):
-                for name, linear in linears.items():
-                    check_shape(*linear.weight.shape, self._settings, f"layer {index}.{name}")
+            self._layers.append(_Layer(module, plain_linears(module, f"layer {index}")))
         if not any(layer.linears for layer in self._layers):
             raise UnsupportedError(_NO_LINEARS)
+        linears = [layer.linears for layer in self._layers]
+        self._placement = place_model(self.config, self._vllm_config, modules, linears)
+        for index, layer in enumerate(self._layers):
+            if self._bits(index) is not None:
+                for name, linear in layer.linears.items():
+                    settings = self._settings(self._bits(index))
+                    check_shape(*linear.weight.shape, settings, f"layer {index}.{name}")
         if self.config.stream != "off":
             self._open_spill()
         for index in range(len(modules)):
             self._wrap_layer(index)
         return modules
+
+    @property
+    def placement(self) -> Placement:
+        """What was decided; there once the model was built."""
+        assert self._placement is not None
+        return self._placement
+
+    def _speculates_otherwise(self) -> bool:
+        """Whether one of vLLM's own methods drafts over our stream."""
+        return not self.config.speculate and self._vllm_config.speculative_config is not None
+
+    def _bits(self, index: int) -> int | None:
+        """Of a layer's shadow; ``None`` where it has none."""
+        assert self._placement is not None
+        return self._placement.bits[index] if self._placement.bits else None
+
+    def _settings(self, bits: int) -> ShadowSettings:
+        return ShadowSettings(bits, self.config.group_size, self.config.quantizer)
+
+    @property
+    def _streams_head(self) -> bool:
+        return self.config.stream != "off" and self.placement.head == "streamed"
+
+    @property
+    def _maps_embedding(self) -> bool:
+        """Under a budget the table is mapped, unless a resident head is the same tensor."""
+        tied = getattr(self._vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
+        budgeted = self.config.memory_budget is not None and self.config.stream != "off"
+        return budgeted and not (tied and not self._streams_head)
 
     def _streams(self, index: int) -> bool:
         assert self._placement is not None
@@ -167,9 +212,9 @@ class SubSpecOffloader(BaseOffloader):
             return
         layer.done = True
         weights = {name: linear.weight.data for name, linear in layer.linears.items()}
-        if self.config.speculate:
+        if (bits := self._bits(index)) is not None:
             shadows, cached = build_shadows(
-                weights, self._settings, SHADOW_DTYPE, self._cache, f"layer {index}"
+                weights, self._settings(bits), SHADOW_DTYPE, self._cache, f"layer {index}"
             )
             for name, shadow in shadows.items():
                 layer.linears[name].quant_method.shadow = shadow
@@ -181,6 +226,57 @@ class SubSpecOffloader(BaseOffloader):
             weights.clear()
             release_freed_memory()
 
+    def _finish_vocabulary(self) -> None:
+        """Table and head are loaded: shadow the head, and bring what streams or is mapped away."""
+        if self._vocabulary_done or self._placement is None:
+            return
+        self._vocabulary_done = True
+        vocabulary = self.vocabulary
+        if vocabulary.head is not None and self._placement.head_bits is not None:
+            weight = vocabulary.head.weight.data
+            settings = self._settings(self._placement.head_bits)
+            shadows, _ = build_shadows(
+                {"head": weight}, settings, SHADOW_DTYPE, self._cache, "the head"
+            )
+            vocabulary.head.quant_method.shadow = shadows["head"]
+        if self.config.memory_budget is not None:
+            for module in (vocabulary.embedding, vocabulary.head):
+                if module is not None:
+                    module.quant_method.keeps_plain = True
+        if self._writer is None:
+            return
+        if self._streams_head:
+            self._put_head(vocabulary)
+        if self._maps_embedding:
+            assert vocabulary.embedding is not None
+            self._writer.put_mapped("embedding", vocabulary.embedding.weight.data)
+            vocabulary.embedding.weight.data = vocabulary.embedding.weight.data.new_empty(0)
+        release_freed_memory()
+
+    def _put_head(self, vocabulary: Vocabulary) -> None:
+        assert self._writer is not None
+        if vocabulary.head is None:
+            raise UnsupportedError("this model has no language model head to stream")
+        weight = vocabulary.head.weight.data
+        first = len(self.placement.streamed)
+        for number, piece in enumerate(self._head_pieces):
+            rows = weight[piece.start : piece.stop]
+            self._writer.put(first + number, {piece.spec.name: rows})
+        vocabulary.head.quant_method.stream = self._head_rows
+        if not vocabulary.is_tied:
+            vocabulary.head.weight.data = weight.new_empty(0)
+
+    def _head_rows(self) -> Iterator[torch.Tensor]:
+        """The head's pieces, streamed; each is given up when the next is asked for."""
+        assert self.streamer is not None
+        first = len(self.placement.streamed)
+        for number, piece in enumerate(self._head_pieces):
+            rows = self.streamer.acquire(first + number, self.while_waiting)[piece.spec.name]
+            began = time.monotonic()
+            yield rows
+            self.streamer.release(first + number)
+            self.timeline.record("target", began, time.monotonic())
+
     def _advance_progress(self, cached: bool) -> None:
         assert self._placement is not None
         if self._progress is None:
@@ -191,19 +287,22 @@ class SubSpecOffloader(BaseOffloader):
     # -- the spill -------------------------------------------------------------------------------
 
     def _layout(self) -> SpillLayout:
-        assert self._placement is not None
-        return SpillLayout.of(
+        layers = [
             [
-                [
-                    TensorSpec(name, tuple(linear.weight.shape), linear.weight.dtype)
-                    for name, linear in self._layers[index].linears.items()
-                ]
-                for index in self._placement.streamed
+                TensorSpec(name, tuple(linear.weight.shape), linear.weight.dtype)
+                for name, linear in self._layers[index].linears.items()
             ]
-        )
+            for index in self.placement.streamed
+        ]
+        shape = head_shape(self._vllm_config)
+        if self._streams_head:
+            largest = SpillLayout.of(layers).slot_bytes
+            self._head_pieces = split_rows(TensorSpec("head", shape, self._dtype), largest)
+        mapped = [TensorSpec("embedding", shape, self._dtype)] if self._maps_embedding else []
+        return SpillLayout.of([*layers, *([p.spec] for p in self._head_pieces)], mapped)
 
     def _open_spill(self) -> None:
-        directory = self.config.stream_dir or envs.cache_dir() / "spill"
+        directory = spill_directory(self.config)
         identity = f"{self._model}@{self._revision}, {self._dtype}"
         if self._ranks > 1:
             identity += f", rank {self._rank} of {self._ranks}"
@@ -223,6 +322,7 @@ class SubSpecOffloader(BaseOffloader):
             raise UnsupportedError(_NO_LINEARS)
         for index in range(len(self._layers)):
             self._finish_layer(index)
+        self._finish_vocabulary()
         if self._progress is not None:
             self._progress.close()
             self._progress = None
@@ -230,17 +330,21 @@ class SubSpecOffloader(BaseOffloader):
             assert self._placement is not None
             spill = self._writer.finish()
             self._writer = None
+            if self._maps_embedding:
+                assert self.vocabulary.embedding is not None
+                self.vocabulary.embedding.weight.data = spill.map("embedding")
             store = DiskStore(spill, emulate_bytes_per_s=self.config.emulate_link)
-            self.streamer = LayerStreamer(store, self._spill_layout, self._placement.num_slots)
+            self.streamer = LayerStreamer(
+                store, self._spill_layout, self._placement.num_slots, timeline=self.timeline
+            )
             self.streamer.start()
 
     @property
     def shadow_bytes(self) -> int:
         """Bytes of all shadows."""
-        methods = [
-            linear.quant_method for layer in self._layers for linear in layer.linears.values()
-        ]
-        shadows = [method.shadow for method in methods if isinstance(method, ShadowedLinearMethod)]
+        modules = [linear for layer in self._layers for linear in layer.linears.values()]
+        modules += [self.vocabulary.head] if self.vocabulary.head is not None else []
+        shadows = [getattr(module.quant_method, "shadow", None) for module in modules]
         return sum(shadow.nbytes for shadow in shadows if shadow is not None)
 
     def placement_line(self) -> str:
@@ -260,9 +364,10 @@ class SubSpecOffloader(BaseOffloader):
         if self.view.drafting:
             return
         assert self.streamer is not None
-        weights = self.streamer.acquire(index)
+        weights = self.streamer.acquire(index, self.while_waiting)
         for name, linear in self._layers[index].linears.items():
             linear.quant_method.weight = weights[name]
+        self._acquired_at = time.monotonic()
 
     def _release(self, index: int) -> None:
         if self.view.drafting:
@@ -271,6 +376,7 @@ class SubSpecOffloader(BaseOffloader):
         for linear in self._layers[index].linears.values():
             linear.quant_method.weight = None
         self.streamer.release(index)
+        self.timeline.record("target", self._acquired_at, time.monotonic())
 
     def statistics(self) -> StreamStatistics | None:
         """What the stream moved so far; ``None`` where nothing is streamed."""
@@ -279,7 +385,7 @@ class SubSpecOffloader(BaseOffloader):
     @property
     def streamed_bytes_per_pass(self) -> int:
         """Bytes that one target pass reads from the slow tier."""
-        return self._spill_layout.total_bytes if self.streamer is not None else 0
+        return self._spill_layout.streamed_bytes if self.streamer is not None else 0
 
     def close(self) -> None:
         """Stop reading and free the slots; a spill that is not finished is removed. Idempotent."""
@@ -287,5 +393,8 @@ class SubSpecOffloader(BaseOffloader):
             self._writer.close()
             self._writer = None
         if self.streamer is not None:
+            if self._maps_embedding:  # the mapping keeps the spill's file and lock
+                assert self.vocabulary.embedding is not None
+                self.vocabulary.embedding.weight.data = torch.empty(0, dtype=self._dtype)
             self.streamer.close()
             self.streamer = None

@@ -49,10 +49,14 @@ def _translate_before_engine_config(original: _Function) -> _Function:
             return original(self, *args, **kwargs)
         check_vllm()
         config = translate(self)
+        kv_bytes, sequences = self.kv_cache_memory_bytes, self.max_num_seqs
         vllm_config = original(self, *args, **kwargs)
-        from vllm_subspec.integration.support import refuse_engine  # late, as in `translate`
+        from vllm_subspec.integration.placing import reserve_kv_cache  # late, as in `translate`
+        from vllm_subspec.integration.support import refuse_engine
 
         refuse_engine(vllm_config, config)
+        if config.memory_budget is not None:
+            reserve_kv_cache(vllm_config, kv_bytes, sequences)
         return vllm_config
 
     return create_engine_config

@@ -29,7 +29,7 @@ from vllm_subspec.integration.drafter import Drafter, DraftPolicy
 from vllm_subspec.integration.offloader import SubSpecOffloader
 from vllm_subspec.integration.sampler import TreeRejectionSampler, Verification
 from vllm_subspec.integration.speculation import Speculation, num_reaching_output
-from vllm_subspec.integration.statistics import SpeculationCounters
+from vllm_subspec.integration.statistics import DraftCounters, SpeculationCounters
 from vllm_subspec.verify.compaction import compaction_moves
 from vllm_subspec.verify.walk import Walk
 
@@ -54,7 +54,7 @@ class SubSpecRunnerMixin:
         self.counters = SpeculationCounters()
         self.speculation: Speculation | None = None
         self._tree_rows: list[TreeRows] = []
-        if self.speculative_config is not None:
+        if self.subspec_config.speculate:
             self.rejection_sampler = TreeRejectionSampler(self.sampler, vllm_config, device)
             drafter = Drafter(
                 DraftPolicy.of(self.subspec_config),
@@ -62,27 +62,35 @@ class SubSpecRunnerMixin:
                 self.offloader.view,
                 self.rejection_sampler.rows,
                 self.rejection_sampler.noise,
+                self.offloader.timeline,
             )
             self.speculation = Speculation(drafter, self.max_model_len)
+            self.offloader.while_waiting = drafter.extend
 
     # -- loading ---------------------------------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as on_failure:
             on_failure.callback(self.offloader.close)  # leaves no half-written spill behind
-            super().load_model(*args, **kwargs)
+            with self.offloader.vocabulary.watching():
+                super().load_model(*args, **kwargs)
             self.offloader.post_init()
             on_failure.pop_all()
+        if self.speculation is not None:
+            planned = self.offloader.placement.tree
+            self.speculation.drafter.set_policy(DraftPolicy.of(self.subspec_config, planned))
         logger.info(self._describe())
 
     def _describe(self) -> str:
-        config, offloader = self.subspec_config, self.offloader
+        offloader = self.offloader
         parts = [f"SubSpec: {offloader.placement_line()}"]
         if self.speculation is not None:
-            shape = self.speculation.drafter.policy.shape
+            policy = self.speculation.drafter.policy
+            bits = sorted({b for b in offloader.placement.bits if b is not None})
             parts.append(
-                f"drafts trees of {shape.width} x {shape.depth} ({shape.node_count} nodes) with "
-                f"{config.bits}-bit shadows of {offloader.shadow_bytes / 1e6:.0f} MB"
+                f"drafts trees of {policy.shape.width} x {policy.shape.depth} (at most "
+                f"{policy.max_nodes} nodes) with shadows of {'/'.join(map(str, bits))} bits, "
+                f"{offloader.shadow_bytes / 1e6:.0f} MB"
             )
         return "; ".join(parts)
 
@@ -116,7 +124,12 @@ class SubSpecRunnerMixin:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._step_start = time.perf_counter()
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        if self.speculation is None:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        alone = len(scheduler_output.num_scheduled_tokens) == 1
+        with self.speculation.drafter.target_pass(next(iter(verified), None) if alone else None):
+            return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         """vLLM's inputs; then trees are looked up and their nodes get RoPE positions by depth.
@@ -147,9 +160,10 @@ class SubSpecRunnerMixin:
             if tree.is_chain:
                 continue
             depths = torch.cat([tree.levels.new_zeros(1), tree.levels])
-            num_context = int(self.positions[start])
+            num_context = self.positions[start : start + 1].clone()
             self.positions[start : start + len(depths)] = num_context + depths
-            self._tree_rows.append(TreeRows(start, row, num_context, tree.ancestor_mask(), depths))
+            mask = tree.ancestor_mask()
+            self._tree_rows.append(TreeRows(start, row, num_context.int(), mask, depths.int()))
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
@@ -224,19 +238,20 @@ class SubSpecRunnerMixin:
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always: each request's depth is limited on its own."""
-        return True
+        return self.speculation is not None or super()._input_fits_in_drafter(common_attn_metadata)
 
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> list[list[int]]:
         """Grow a tree per request that goes on; returns its tokens in level order, by row."""
+        if self.speculation is None:  # one of vLLM's own methods
+            return super().propose_draft_token_ids(
+                scheduler_output, sampled_token_ids, *args, **kwargs
+            )
         batch = self.input_batch
-        drafts = self.speculation.draft(
+        return self.speculation.draft(
             batch, self.requests, batch.sampling_metadata, sampled_token_ids
         )
-        self.counters.draft_steps = self.speculation.drafter.num_steps
-        self.counters.draft_seconds = self.speculation.drafter.seconds
-        return drafts
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)
@@ -256,12 +271,23 @@ class SubSpecRunnerMixin:
                 f"a tree of {policy.shape.node_count} nodes: this engine was started for at most "
                 f"{self.num_spec_tokens}; start it with a larger one"
             )
-        self.speculation.drafter.policy = policy
+        self.speculation.drafter.set_policy(policy)
+
+    def record_timeline(self, seconds: float | None) -> list[tuple[str, float, float]]:
+        """See ``SubSpecCPUWorker.subspec_timeline``."""
+        timeline = self.offloader.timeline
+        if seconds is not None:
+            self._timeline_seconds = seconds
+            timeline.start()
+            return []
+        timeline.stop()
+        return [tuple(span) for span in timeline.spans(self._timeline_seconds)]
 
     def subspec_statistics(self) -> dict[str, Any]:
         """Counters and stream statistics since start."""
+        draft = DraftCounters() if self.speculation is None else self.speculation.drafter.counters
         return self.counters.report(
-            self.offloader.statistics(), self.offloader.streamed_bytes_per_pass
+            draft, self.offloader.statistics(), self.offloader.streamed_bytes_per_pass
         )
 
 

@@ -41,6 +41,7 @@ class Speculation:
         """Drop what is remembered of a request that is over."""
         self._trees.pop(req_id, None)
         self._generators.pop(req_id, None)
+        self.drafter.forget(req_id)
 
     def verification(
         self,
@@ -110,7 +111,7 @@ class Speculation:
         wanted = [
             request
             for row, tokens in enumerate(sampled)
-            if tokens and (request := self._request(batch, row, states[row])) is not None
+            if tokens and (request := self._request(batch, row, states[row], tokens)) is not None
         ]
         if not wanted:
             return drafts
@@ -129,7 +130,7 @@ class Speculation:
         return drafts
 
     def _request(
-        self, batch: InputBatch, row: int, state: CachedRequestState
+        self, batch: InputBatch, row: int, state: CachedRequestState, committed: Sequence[int]
     ) -> DraftRequest | None:
         """What to draft for a request; ``None`` if it is over, or will be with its next token."""
         params, output = state.sampling_params, state.output_token_ids
@@ -140,13 +141,14 @@ class Speculation:
             return None
         tables = [table.block_table.gpu[row] for table in batch.block_table.block_tables]
         return DraftRequest(
+            req_id=state.req_id,
             batch_row=row,
-            root=output[-1],
+            committed=committed,
             num_context=num_tokens - 1,
             max_depth=max_depth,
             output=output,
             generator=self._generator(state),
-            block_ids=[table.to(torch.int64) for table in tables],
+            block_tables=tables,
         )
 
 

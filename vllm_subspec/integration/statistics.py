@@ -10,6 +10,27 @@ from vllm_subspec.stream import StreamStatistics
 
 
 @dataclass
+class DraftCounters:
+    """What a drafter did since start.
+
+    Attributes:
+        draft_steps: levels drafted between target passes (draft forwards).
+        draft_seconds: time spent there, the load of contexts and the ranking included.
+        overlapped_draft_steps: levels drafted within target passes, in waits for weights.
+        overlapped_draft_seconds: time spent there.
+        followed_drafts: drafts that went on below the path just accepted.
+        started_drafts: drafts that began at a root alone.
+    """
+
+    draft_steps: int = 0
+    draft_seconds: float = 0.0
+    overlapped_draft_steps: int = 0
+    overlapped_draft_seconds: float = 0.0
+    followed_drafts: int = 0
+    started_drafts: int = 0
+
+
+@dataclass
 class SpeculationCounters:
     """Counts since start, over decode steps only (a prompt's own pass is none).
 
@@ -20,9 +41,8 @@ class SpeculationCounters:
         accepted_by_level: how often a node of level i + 1 was accepted.
         drafted_by_level: how often such a level was verified.
         decode_steps: engine steps without prompt tokens.
-        target_seconds: time those steps spent in the target and its sampler.
-        draft_steps: levels drafted (draft forwards).
-        draft_seconds: time spent drafting.
+        target_seconds: time those steps spent in the target and its sampler, draft steps within
+            the waits for its weights included.
     """
 
     target_passes: int = 0
@@ -32,8 +52,6 @@ class SpeculationCounters:
     drafted_by_level: list[int] = field(default_factory=list)
     decode_steps: int = 0
     target_seconds: float = 0.0
-    draft_steps: int = 0
-    draft_seconds: float = 0.0
 
     def count_pass(self, tree: Tree, committed: int) -> None:
         """Count one request's pass over ``tree`` that committed ``committed`` tokens."""
@@ -48,9 +66,11 @@ class SpeculationCounters:
         for level in range(committed - 1):
             self.accepted_by_level[level] += 1
 
-    def report(self, stream: StreamStatistics | None, bytes_per_pass: int) -> dict[str, Any]:
-        """Everything as a flat JSON-serialisable dictionary, stream included."""
-        numbers = asdict(self)
+    def report(
+        self, draft: DraftCounters, stream: StreamStatistics | None, bytes_per_pass: int
+    ) -> dict[str, Any]:
+        """Everything as a flat JSON-serialisable dictionary, drafts and stream included."""
+        numbers = asdict(self) | asdict(draft)
         numbers["streamed_bytes_per_pass"] = bytes_per_pass
         if stream is not None:
             numbers |= {f"stream_{name}": value for name, value in asdict(stream).items()}

@@ -10,9 +10,8 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vllm_subspec.config import SubSpecConfig
-from vllm_subspec.draft.tree import TreeShape
 from vllm_subspec.errors import ConfigError, UnsupportedError
-from vllm_subspec.integration.arguments import PROPOSER
+from vllm_subspec.integration.arguments import OWN_METHOD_KEY, PROPOSER
 from vllm_subspec.plan import place
 from vllm_subspec.shadow import ShadowSettings
 from vllm_subspec.shadow.formats import shadow_format
@@ -33,7 +32,7 @@ def refuse_arguments(engine_args: Any, config: SubSpecConfig) -> None:
                 f"SubSpec does not work with {what}: {why}. Drop it, or run without SubSpec"
             )
     if config.speculate:
-        settings = ShadowSettings(config.bits, config.group_size, config.quantizer)
+        settings = ShadowSettings(config.bits or 4, config.group_size, config.quantizer)
         shadow_format(settings.bits).recipe(settings)  # imports what it needs
 
 
@@ -122,14 +121,24 @@ def refuse_engine(vllm_config: VllmConfig, config: SubSpecConfig) -> None:
             "VLLM_USE_V2_MODEL_RUNNER=0, and drop options that need V2 (watermarking)"
         )
     found = vllm_config.speculative_config
-    if (found.model if found is not None else None) != (PROPOSER if config.speculate else None):
+    if not _is_as_asked(vllm_config, config):
         raise ConfigError(
             f"the checkpoint names its own speculative method, {found.method!r}, and vLLM prefers "
             f"it to SubSpec: serve the target model {model.model} by its own path"
         )
-    place(model.get_total_num_hidden_layers(), config.resident_layers, config.slots)
+    place(model.get_total_num_hidden_layers(), config.resident_layers or 0, config.slots or 3)
     if config.speculate:
         _refuse_large_trees(vllm_config, config)
+
+
+def _is_as_asked(vllm_config: VllmConfig, config: SubSpecConfig) -> bool:
+    """Whether the speculation that vLLM set up is the one that the arguments asked for."""
+    found = vllm_config.speculative_config
+    beside = vllm_config.additional_config.get(OWN_METHOD_KEY)
+    if beside is not None:
+        return found is not None and found.method == beside
+    model = found.model if found is not None else None
+    return bool(model == (PROPOSER if config.speculate else None))
 
 
 def _refused_models(model: ModelConfig) -> _Refusals:
@@ -175,7 +184,7 @@ def _refused_models(model: ModelConfig) -> _Refusals:
 
 
 def _refuse_large_trees(vllm_config: VllmConfig, config: SubSpecConfig) -> None:
-    nodes = TreeShape(config.width, config.depth, config.max_nodes).node_count
+    nodes = config.node_count
     budget = vllm_config.scheduler_config.max_num_scheduled_tokens
     if nodes + 1 > budget:
         raise ConfigError(

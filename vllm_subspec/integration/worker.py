@@ -37,6 +37,21 @@ class SubSpecCPUWorker(CPUWorker):
         """Counters of this worker; reach them by ``LLM.collective_rpc("subspec_statistics")``."""
         return self.model_runner.subspec_statistics()
 
+    def subspec_placement(self) -> dict[str, Any]:
+        """What this worker keeps and what it streams, as ``Placement.to_json`` gives it."""
+        return self.model_runner.offloader.placement.to_json()
+
+    def subspec_timeline(self, seconds: float | None) -> list[tuple[str, float, float]]:
+        """Record when link, draft and target work, from now on; ``None`` stops.
+
+        Args:
+            seconds: to keep when it stops, counted back from the last piece of work.
+
+        Returns:
+            At the stop (lane, start, end) in seconds of ``time.monotonic``; nothing before.
+        """
+        return self.model_runner.record_timeline(seconds)
+
     def set_draft_policy(self, changes: dict[str, Any]) -> None:
         """Change ``width``, ``depth``, ``max_nodes``, ``draft_temperature`` or
         ``noise_coupling`` between requests: ``LLM.collective_rpc("set_draft_policy", ...)``."""

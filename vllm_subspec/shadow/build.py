@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from vllm_subspec.errors import ShadowCacheError
-from vllm_subspec.shadow.cache import ShadowCache, shadow_key
+from vllm_subspec.shadow.cache import ShadowCache, shadow_key, weight_digest
 from vllm_subspec.shadow.formats import ShadowSettings
 from vllm_subspec.shadow.linear import ShadowLinear, quantize_linear
 
@@ -24,6 +24,7 @@ def build_shadows(
 ) -> tuple[dict[str, ShadowLinear], bool]:
     """Load or make the shadows of one decoder layer's linears.
 
+    Those that a calibration left in the cache (see ``compensation``) win over plain ones.
     A damaged cache file is logged as a warning, made anew and replaced; a file that cannot be
     written is logged as a warning.
 
@@ -43,14 +44,20 @@ def build_shadows(
     """
     if cache is None:
         return _quantize(weights, settings, dtype, name), False
-    key = shadow_key(weights, settings, dtype)
-    try:
-        cached = cache.load(key, settings, dtype)
-    except ShadowCacheError as error:
-        _log.warning("%s: %s; its shadow is made anew and replaces the file", name, error)
-    else:
-        if cached is not None:
-            return cached, True
+    digests = {linear: weight_digest(weight) for linear, weight in weights.items()}
+    calibrated = shadow_key(digests, settings, dtype, compensated=True)
+    key = shadow_key(digests, settings, dtype)
+    for found, otherwise in (
+        (calibrated, "until it is calibrated again, its shadow is a plain one"),
+        (key, "its shadow is made anew and replaces the file"),
+    ):
+        try:
+            cached = cache.load(found, settings, dtype)
+        except ShadowCacheError as error:
+            _log.warning("%s: %s; %s", name, error, otherwise)
+        else:
+            if cached is not None:
+                return cached, True
     shadows = _quantize(weights, settings, dtype, name)
     try:
         cache.store(key, shadows)

@@ -25,7 +25,11 @@ def weight_digest(weight: torch.Tensor) -> str:
 
 
 def shadow_key(
-    weights: Mapping[str, torch.Tensor | str], settings: ShadowSettings, dtype: torch.dtype
+    weights: Mapping[str, torch.Tensor | str],
+    settings: ShadowSettings,
+    dtype: torch.dtype,
+    *,
+    compensated: bool = False,
 ) -> str:
     """Name of the cache file for one layer: a digest of all that decides its content.
 
@@ -33,6 +37,8 @@ def shadow_key(
         weights: linear name -> weight [out, in], or that weight's ``weight_digest``.
         settings: how the shadows are made.
         dtype: the activations' dtype.
+        compensated: made by ``quantize_compensated``. On which text is left out: there is one
+            calibration of a model, and the last one stays.
 
     Raises:
         DependencyError: the quantizer's package is missing, so its version is unknown.
@@ -41,7 +47,7 @@ def shadow_key(
         name: weight if isinstance(weight, str) else weight_digest(weight)
         for name, weight in weights.items()
     }
-    return _digest([_recipe(settings, dtype), digests])
+    return _digest([_recipe(settings, dtype), digests, *(["compensated"] if compensated else [])])
 
 
 class ShadowCache:
@@ -96,12 +102,12 @@ class ShadowCache:
         return {name: ShadowLinear.from_tensors(part, settings) for name, part in parts.items()}
 
     def store(self, key: str, linears: Mapping[str, ShadowLinear]) -> None:
-        """Write the layer's shadows, all of the same settings and dtype, in place of any before.
+        """Write the layer's shadows, all made alike, in place of any before.
 
         Raises:
             OSError: no space, or no permission; what was there stays.
         """
-        ((settings, dtype),) = {(linear.settings, linear.dtype) for linear in linears.values()}
+        ((settings, dtype),) = {(made.settings, made.scales.dtype) for made in linears.values()}
         tensors = {
             f"{name}.{part}": tensor
             for name, linear in linears.items()
@@ -127,7 +133,8 @@ def _metadata(
 
 
 def _recipe(settings: ShadowSettings, dtype: torch.dtype) -> str:
-    return f"{_FORMAT} {shadow_format(settings.bits).recipe(settings)} {dtype}"
+    fmt = shadow_format(settings.bits)
+    return f"{_FORMAT} {fmt.recipe(settings)} {fmt.scales_dtype(dtype)}"
 
 
 def _digest(value: object) -> str:

@@ -9,9 +9,9 @@ import torch
 
 from vllm_subspec.errors import ShadowCacheError, UnsupportedError
 from vllm_subspec.shadow.formats import ShadowSettings, check_shape, shadow_format
+from vllm_subspec.shadow.packing import ShadowFormat
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PROBE_ROWS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +21,13 @@ class ShadowLinear:
 
     Args:
         settings: what it was made with.
+        format: what stores and multiplies it.
         packed: codes in the kernel's own order, [out, in * bits / 8].
-        scales: in the activations' dtype; ``ShadowFormat`` gives shape and meaning.
+        scales: ``ShadowFormat`` gives shape, dtype and meaning.
     """
 
     settings: ShadowSettings
+    format: ShadowFormat
     packed: torch.Tensor
     scales: torch.Tensor
 
@@ -36,18 +38,19 @@ class ShadowLinear:
         """The inverse of ``tensors()``.
 
         Raises:
-            ShadowCacheError: names, shapes or dtypes are not what ``settings`` makes. A kernel
-                would read past the end of some of these.
+            ShadowCacheError: names, shapes or dtypes are not what ``settings`` makes here. A
+                kernel would read past the end of some of these.
         """
         if tensors.keys() != {"packed", "scales"}:
             raise ShadowCacheError(f"a shadow is made of packed and scales, not {sorted(tensors)}")
-        linear = cls(settings, tensors["packed"], tensors["scales"])
         fmt = shadow_format(settings.bits)
+        linear = cls(settings, fmt, tensors["packed"], tensors["scales"])
         if linear.packed.dim() != 2 or linear.packed.dtype != fmt.packed_dtype:
             raise ShadowCacheError(f"{_describe(linear.packed)} are no {settings.bits}-bit codes")
         why = fmt.refusal(*linear.shape, settings.group_size)
         scales_shape = fmt.scales_shape(*linear.shape, settings.group_size)
-        if why or linear.scales.shape != scales_shape or linear.dtype not in _DTYPES:
+        known_dtype = linear.scales.dtype in {fmt.scales_dtype(dtype) for dtype in _DTYPES}
+        if why or linear.scales.shape != scales_shape or not known_dtype:
             raise ShadowCacheError(
                 f"scales {_describe(linear.scales)} do not belong to {settings.bits}-bit codes of "
                 f"a weight {list(linear.shape)} at group_size {settings.group_size}"
@@ -59,38 +62,27 @@ class ShadowLinear:
         return {"packed": self.packed, "scales": self.scales}
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., in] of ``dtype`` -> [..., out] of ``dtype``; ``bias`` [out] is added.
+        """x [..., in] -> [..., out] of x's dtype; ``bias`` [out] is added.
 
-        The kernel accumulates in fp32 and rounds once.
+        x is fp32, bf16 or fp16; with torch's formats, the dtype that the shadow was made for. The
+        kernel accumulates in fp32 and rounds once; the native one rounds x to int8 first.
         """
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        matmul = shadow_format(self.settings.bits).matmul
-        y = matmul(rows.contiguous(), self.packed, self.scales, self.settings.group_size)
+        size = self.settings.group_size
+        y = self.format.matmul(rows.contiguous(), self.packed, self.scales, size)
         if bias is not None:
             y += bias
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def dequantize(self) -> torch.Tensor:
-        """The weight [out, in] that the kernel multiplies by, fp32 and exact. For checks: slow.
-
-        Found by feeding the kernel unit vectors, since only it knows its packing.
-        """
-        fmt, size = shadow_format(self.settings.bits), self.settings.group_size
-        units = torch.split(torch.eye(self.shape[1], dtype=torch.float32), _PROBE_ROWS)
-        scales = self.scales.float()
-        columns = [fmt.matmul(unit, self.packed, scales, size).T for unit in units]
-        return torch.cat(columns, dim=1)
+        """The weight [out, in] that the kernel multiplies by, fp32 and exact. For checks: slow."""
+        return self.format.dequantize(self.packed, self.scales, self.settings.group_size)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
-        per_code = self.packed.itemsize * 8 // self.settings.bits
-        return self.packed.shape[0], self.packed.shape[1] * per_code
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The activations' dtype."""
-        return self.scales.dtype
+        rows, row_bytes = self.packed.shape[0], self.packed.shape[1] * self.packed.itemsize
+        return rows, row_bytes * 8 // self.settings.bits
 
     @property
     def nbytes(self) -> int:
@@ -129,13 +121,14 @@ def quantize_linear(
         )
     out_features, in_features = weight.shape
     check_shape(out_features, in_features, settings, name)
-    packed, scales = shadow_format(settings.bits).quantize(weight.detach(), settings, dtype)
+    fmt = shadow_format(settings.bits)
+    packed, scales = fmt.quantize(weight.detach(), settings, dtype)
     if not torch.isfinite(scales).all():
         raise UnsupportedError(
-            f"{name}: its weights are not finite, or too large for {dtype} scales; check the "
-            "checkpoint, or run in bfloat16 or float32"
+            f"{name}: its weights are not finite, or too large for {scales.dtype} scales; "
+            "check the checkpoint, or keep this layer resident"
         )
-    return ShadowLinear(settings, packed, scales)
+    return ShadowLinear(settings, fmt, packed, scales)
 
 
 def _describe(tensor: torch.Tensor) -> str:

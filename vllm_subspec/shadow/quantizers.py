@@ -21,6 +21,26 @@ def quantize_groups(quantizer: str, groups: torch.Tensor, bits: int) -> Codes:
     return _QUANTIZERS[quantizer](groups, bits)
 
 
+def round_symmetric(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row of ``groups`` ([groups, size] fp32, CPU) to the nearest level.
+
+    Returns:
+        Codes [groups, size] uint8 and scales [groups, 1] fp32 with fp16 values: weight =
+        (code - half) * scale, half = 2**(bits - 1). A scale may be negative: a group's weight of
+        largest magnitude takes code 0, the end of the range's longer side.
+    """
+    half = 2 ** (bits - 1)
+    scale = symmetric_scale(*groups.aminmax(dim=1, keepdim=True), bits)
+    inverse = torch.where(scale == 0, 0, 1 / scale)
+    return (groups * inverse).round_().add_(half).clamp_(0, 2 * half - 1).to(torch.uint8), scale
+
+
+def symmetric_scale(low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
+    """Scales, fp32 with fp16 values, of groups with these extremes; see ``round_symmetric``."""
+    extremes = torch.where(-low > high, low, high)
+    return torch.div(extremes, -(2 ** (bits - 1))).half().float()
+
+
 def quantizer_identity(quantizer: str) -> str:
     """The name, with the version where another package decides what comes out.
 

@@ -70,6 +70,33 @@ class BlockFile:
         """False once the file was removed from its directory."""
         return os.fstat(self._fd).st_nlink > 0
 
+    def stamp(self) -> tuple[int, int]:
+        """Size and change time (ns) of the file.
+
+        Whatever changes its bytes through the file system changes one of them. So do removal,
+        renaming and chmod; nobody can set a change time back.
+        """
+        info = os.fstat(self._fd)
+        return info.st_size, info.st_ctime_ns
+
+    def map(self, offset: int, nbytes: int, advice: int) -> torch.Tensor:
+        """``nbytes`` from byte ``offset`` as a uint8 tensor over the page cache.
+
+        The mapping is private: writing to it changes a copy. It and, through a second descriptor,
+        the lock live as long as the tensor or a view of it does.
+
+        Args:
+            offset: where it begins; any byte.
+            nbytes: at least 1, and all within the file (else touching it kills the process).
+            advice: ``mmap.MADV_*``, how it will be read.
+        """
+        skipped = offset % mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(
+            self._fd, skipped + nbytes, access=mmap.ACCESS_COPY, offset=offset - skipped
+        )
+        mapping.madvise(advice)
+        return torch.frombuffer(mapping, dtype=torch.uint8)[skipped:]
+
     def lock(self, *, exclusive: bool) -> bool:
         """Take, or change to, a shared or exclusive flock; False if others' locks forbid it.
 
@@ -108,11 +135,17 @@ class BlockFile:
             self.direct = True
 
     def read_into(self, buffer: torch.Tensor, offset: int) -> None:
-        """Fill ``buffer`` (aligned uint8, a multiple of ALIGNMENT long) from byte ``offset``."""
+        """Fill ``buffer`` (aligned uint8, a multiple of ALIGNMENT long) from byte ``offset``.
+
+        The error of a file that ends early is ENODATA.
+        """
         for part in split(buffer, IO_BYTES):
             count = os.preadv(self._fd, [part.numpy().data], offset)
             if count != len(part):
                 # A regular file reads short only at its end, or right before an error.
+                end = self.size
+                if offset + len(part) > end:
+                    raise OSError(errno.ENODATA, f"the file ends at byte {end}")
                 raise OSError(errno.EIO, f"short read: {count} of {len(part)} bytes")
             if not self.direct:
                 os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)

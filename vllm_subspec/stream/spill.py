@@ -1,13 +1,14 @@
 """The spill: streamed layers at rest in one file, and a manifest that vouches for its bytes.
 
-``<name>.spill`` holds the layers, ``<name>.json`` their layout, the identity of the weights and a
-BLAKE3 digest per layer. The manifest exists only while it is true: a writer removes it before it
-changes a byte and writes it after the last byte is on the disk.
+``<name>.spill`` holds the layers, then the mapped tensors; ``<name>.json`` their layout, the
+identity of the weights and a BLAKE3 digest of each. The manifest exists only while it is true: a
+writer removes it before it changes a byte and writes it after the last byte is on the disk.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from types import TracebackType
 import torch
 
 from vllm_subspec.errors import ConfigError, SpillDamagedError, SpillError
-from vllm_subspec.files import private_directory, tensor_digest
+from vllm_subspec.files import private_directory
 from vllm_subspec.stream.blockfile import BlockFile, aligned_buffer
+from vllm_subspec.stream.integrity import Integrity, Stamp
 from vllm_subspec.stream.layout import SpillLayout
 
 FORMAT = 1
@@ -67,7 +69,7 @@ class SpillPaths:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a spill's bytes are. ``layout`` is ``SpillLayout.describe()``, digests are per layer."""
+    """What a spill's bytes are. ``layout`` is ``SpillLayout.describe()``, digests are per unit."""
 
     identity: str
     layout: list[list[list[object]]]
@@ -106,7 +108,7 @@ class Manifest:
         """Why this manifest is not of these weights; None if it is."""
         if self.identity != identity:
             return f"it holds the weights {self.identity!r}, not {identity!r}"
-        if self.layout != layout.describe() or len(self.digests) != layout.num_layers:
+        if self.layout != layout.describe() or len(self.digests) != len(layout.units):
             return "its layers, shapes or dtypes are not this model's"
         return None
 
@@ -139,13 +141,16 @@ def in_use(paths: SpillPaths) -> SpillError:
 class Spill:
     """An open spill under a shared lock: as long as it is open, no process rewrites it.
 
-    Digests are checked when it is opened or written; later reads trust the disk.
+    No lock keeps others from truncating or overwriting the file all the same, so every read is
+    checked (``stamp``, ``check``; see ``Integrity`` for what that finds). A removed spill stays
+    readable until it is closed.
     """
 
     def __init__(self, file: BlockFile, layout: SpillLayout, digests: tuple[str, ...]) -> None:
         self.layout = layout
         self.digests = digests
         self._file = file
+        self._integrity = Integrity(file, layout, digests)
 
     @classmethod
     def open(
@@ -164,7 +169,7 @@ class Spill:
             name: its file name without ``.spill``.
             layout: what it must hold.
             identity: the caller's name for the weights; it must be the writer's.
-            verify: also read every layer and compare its digest.
+            verify: also read everything and compare its digests, instead of at first use.
 
         Raises:
             SpillError: it is missing, unreadable, or being written.
@@ -198,26 +203,66 @@ class Spill:
         """Fill ``buffer`` (uint8, address and length aligned) from byte ``offset`` of the file.
 
         Raises:
-            OSError: the disk fails, or the file ends early.
+            OSError: the disk fails, or the file ends early (ENODATA).
         """
         self._file.read_into(buffer, offset)
 
+    def stamp(self) -> Stamp:
+        """The file's state now: take it before a layer's first byte is read, for ``check``.
+
+        Raises:
+            OSError: the file is closed.
+        """
+        return self._file.stamp()
+
+    def check(self, layer: int, content: torch.Tensor, before: Stamp) -> None:
+        """Raise unless ``content`` (uint8 [nbytes]) is what the layer must hold.
+
+        Args:
+            layer: index in the layout.
+            content: what a read just brought.
+            before: ``stamp()`` before that read.
+
+        Raises:
+            OSError: the file is closed.
+            SpillDamagedError: it is not; or a mapped tensor in use is damaged.
+        """
+        self._integrity.check(layer, content, before)
+
+    def map(self, name: str) -> torch.Tensor:
+        """The mapped tensor ``name``, for reading: pages come and go with the page cache.
+
+        Made for an embedding table, of which a pass needs a few rows. Its digest is checked here,
+        and again with the next layer that is read after the file changed. What cannot be caught is
+        a file truncated under it: touching pages that are gone kills the process (SIGBUS).
+
+        The tensor, and any view of it, keeps the file and its shared lock after ``close``.
+
+        Raises:
+            OSError: the disk fails.
+            SpillError: no mapped tensor has that name.
+            SpillDamagedError: its bytes are not those that were written.
+        """
+        index = self.layout.mapped_index(name)
+        self._integrity.check_mapped(index)
+        unit = self.layout.units[index]
+        # Few rows, far apart: reading ahead of them would only evict what is needed.
+        return unit.views(self._file.map(unit.offset, unit.nbytes, mmap.MADV_RANDOM))[name]
+
     def verify(self) -> None:
-        """Read every layer and compare its digest with the manifest's.
+        """Read every layer and mapped tensor, and compare its digest with the manifest's.
 
         Raises:
             OSError: the disk fails, or the file ends early.
-            SpillDamagedError: a layer's bytes are not those that were written.
+            SpillDamagedError: bytes are not those that were written.
         """
         buffer = aligned_buffer(self.layout.slot_bytes)
-        for index, (layer, digest) in enumerate(zip(self.layout.layers, self.digests, strict=True)):
-            part = buffer[: layer.nbytes]
-            self.read_into(part, layer.offset)
-            if tensor_digest(part) != digest:
-                raise SpillDamagedError(
-                    f"layer {index} of {self.path} is damaged: its {layer.nbytes} bytes at "
-                    f"{layer.offset} do not have the digest in the manifest; load the model again"
-                )
+        for index, layer in enumerate(self.layout.layers):
+            before = self.stamp()
+            self.read_into(buffer[: layer.nbytes], layer.offset)
+            self.check(index, buffer[: layer.nbytes], before)
+        for unit in self.layout.mapped:
+            self._integrity.check_mapped(self.layout.mapped_index(unit.tensors[0][0].name))
 
     def close(self) -> None:
         """Close the file and give up the lock. Idempotent."""
@@ -246,7 +291,7 @@ def _checked(
     if reason := manifest.mismatch(layout, identity):
         raise SpillDamagedError(f"{file.path} is another spill: {reason}; load the model again")
     if file.size != layout.total_bytes:
-        whole = sum(layer.offset + layer.nbytes <= file.size for layer in layout.layers)
+        whole = sum(unit.offset + unit.nbytes <= file.size for unit in layout.units)
         raise SpillDamagedError(
             f"{file.path} has {file.size} bytes instead of {layout.total_bytes} (layers from "
             f"{whole} on are damaged); load the model again"

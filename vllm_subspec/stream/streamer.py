@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +13,10 @@ from types import TracebackType
 import torch
 
 from vllm_subspec.errors import BudgetError, ConfigError, SpillError
-from vllm_subspec.stream.blockfile import aligned_buffer
 from vllm_subspec.stream.layout import SpillLayout
 from vllm_subspec.stream.schedule import Read, StreamSchedule
 from vllm_subspec.stream.store import WeightStore
+from vllm_subspec.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,15 @@ class StreamStatistics:
     """What a streamer did since it was made.
 
     ``bytes_read`` and ``reads`` count finished reads, ``read_busy_s`` is the wall time during
-    which at least one read was in flight, ``wait_s`` the time that ``acquire`` blocked.
+    which at least one read was in flight, ``wait_s`` the time that ``acquire`` blocked,
+    ``retries`` the reads that failed and were tried again.
     """
 
     bytes_read: int
     reads: int
     read_busy_s: float
     wait_s: float
+    retries: int = 0
 
 
 class LayerStreamer:
@@ -44,6 +47,7 @@ class LayerStreamer:
         layout: shapes and places of the layers' weights; it must be the store's.
         num_slots: buffers, each as large as the largest layer; clamped to the layers' number.
         timeout_s: seconds after which ``acquire`` gives up on a read.
+        timeline: gets a "link" span for each read.
 
     Raises:
         ConfigError: a number is out of range, or store and layout differ.
@@ -51,7 +55,12 @@ class LayerStreamer:
     """
 
     def __init__(
-        self, store: WeightStore, layout: SpillLayout, num_slots: int, timeout_s: float = 60.0
+        self,
+        store: WeightStore,
+        layout: SpillLayout,
+        num_slots: int,
+        timeout_s: float = 60.0,
+        timeline: Timeline | None = None,
     ) -> None:
         stored = [store.layer_bytes(layer) for layer in range(store.num_layers)]
         wanted = [layer.nbytes for layer in layout.layers]
@@ -62,14 +71,16 @@ class LayerStreamer:
         self._store = store
         self._layout = layout
         self._timeout_s = timeout_s
+        self._timeline = Timeline() if timeline is None else timeline
         self._schedule = StreamSchedule(layout.num_layers, num_slots)
-        self._slots = _allocate(self._schedule.num_slots, layout.slot_bytes)
+        self._slots = _allocate(store, self._schedule.num_slots, layout.slot_bytes)
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         # Reentrant, since a store may end a read within start_read.
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
         self._in_flight = 0
         self._busy_since = 0.0
+        self._read_since = 0.0  # when the link began with the oldest read in flight
         self._bytes_read = self._reads = 0
         self._read_busy_s = self._wait_s = 0.0
 
@@ -78,8 +89,14 @@ class LayerStreamer:
         with self._changed:
             self._start_reads()
 
-    def acquire(self, layer: int) -> dict[str, torch.Tensor]:
+    def acquire(
+        self, layer: int, while_waiting: Callable[[float], bool] | None = None
+    ) -> dict[str, torch.Tensor]:
         """The weights of ``layer``, by name, as views into a slot; waits until they are there.
+
+        Instead of waiting it calls ``while_waiting`` again and again, as long as that does a
+        piece of work (which it says by True) and the weights are not there. It is told for how
+        many seconds the link has slots to fill: work that takes longer lets the link idle.
 
         They are valid until ``release(layer)``. Any other than the layer after the one acquired
         last means that the former pass was abandoned: all that was held is given up then.
@@ -93,9 +110,15 @@ class LayerStreamer:
             if layer != self._schedule.next_layer:
                 self._schedule.seek(layer)
             self._start_reads()
+        deadline = time.monotonic() + self._timeout_s
+        while while_waiting is not None and not self._is_there(layer):
+            if not while_waiting(self._backlog_s()):
+                break
+            deadline = time.monotonic() + self._timeout_s  # that time was not spent waiting
+        with self._changed:
             began = time.monotonic()
             try:
-                slot = self._wait_for(layer, began + self._timeout_s)
+                slot = self._wait_for(layer, deadline)
             finally:
                 self._wait_s += time.monotonic() - began
             views = self._views.get((slot, layer))
@@ -119,7 +142,11 @@ class LayerStreamer:
         with self._changed:
             running = time.monotonic() - self._busy_since if self._in_flight else 0.0
             return StreamStatistics(
-                self._bytes_read, self._reads, self._read_busy_s + running, self._wait_s
+                self._bytes_read,
+                self._reads,
+                self._read_busy_s + running,
+                self._wait_s,
+                self._store.retries,
             )
 
     def close(self) -> None:
@@ -142,6 +169,19 @@ class LayerStreamer:
     ) -> None:
         self.close()
 
+    def _is_there(self, layer: int) -> bool:
+        with self._changed:
+            return self._closed or self._schedule.is_settled(layer)
+
+    def _backlog_s(self) -> float:
+        """How long the reads in flight will take, at the speed of those before."""
+        with self._changed:
+            if not self._reads:
+                return 0.0
+            speed = self._bytes_read / self._read_busy_s
+            total = sum(self._layout.layers[layer].nbytes for layer in self._schedule.reading())
+            return max(0.0, total / speed - (time.monotonic() - self._read_since))
+
     def _wait_for(self, layer: int, deadline: float) -> int:
         while not self._closed:
             slot = self._schedule.acquire(layer)
@@ -159,15 +199,17 @@ class LayerStreamer:
     def _start_reads(self) -> None:
         while not self._closed and (read := self._schedule.next_read()) is not None:
             if self._in_flight == 0:
-                self._busy_since = time.monotonic()
+                self._busy_since = self._read_since = time.monotonic()
             self._in_flight += 1
             buffer = self._slots[read.slot][: self._layout.layers[read.layer].nbytes]
             future = self._store.start_read(read.layer, buffer)
-            future.add_done_callback(partial(self._end_read, read))
+            future.add_done_callback(partial(self._end_read, read, time.monotonic()))
 
-    def _end_read(self, read: Read, ended: Future[None]) -> None:
+    def _end_read(self, read: Read, began: float, ended: Future[None]) -> None:
+        self._timeline.record("link", began, time.monotonic())
         with self._changed:
             self._in_flight -= 1
+            self._read_since = time.monotonic()
             if self._in_flight == 0:
                 self._read_busy_s += time.monotonic() - self._busy_since
             error = ended.exception()
@@ -181,9 +223,9 @@ class LayerStreamer:
             self._changed.notify_all()
 
 
-def _allocate(num_slots: int, nbytes: int) -> list[torch.Tensor]:
+def _allocate(store: WeightStore, num_slots: int, nbytes: int) -> list[torch.Tensor]:
     try:
-        return [aligned_buffer(nbytes) for _ in range(num_slots)]
+        return [store.allocate(nbytes) for _ in range(num_slots)]
     except OSError as error:
         raise BudgetError(
             f"num_slots={num_slots} of {nbytes} bytes each cannot be allocated ({error.strerror}): "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ import torch
 from vllm_subspec.errors import SpillDamagedError, SpillError
 from vllm_subspec.files import atomic_replace, private_directory, tensor_digest
 from vllm_subspec.stream.blockfile import IO_BYTES, aligned_buffer, split
-from vllm_subspec.stream.layout import SpillLayout
+from vllm_subspec.stream.layout import ALIGNMENT, SpillLayout, round_up
 from vllm_subspec.stream.spill import Manifest, Spill, SpillPaths, in_use, open_locked
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ class SpillWriter:
     A layer whose bytes a former run left on the disk is read back and kept if they are the same.
     That needs a shared lock only, so processes with the same weights share one spill; the lock
     becomes exclusive before the first byte changes. Holds one layer in memory besides the
-    caller's. Use it as a context manager: left before ``finish``, it removes what it wrote.
+    caller's, of a mapped tensor a few MB. Use it as a context manager: left before ``finish``, it
+    removes what it wrote.
 
     Args:
         directory: made private (0700) where it is missing.
@@ -57,8 +58,8 @@ class SpillWriter:
             if self._former is None or self._bytes_found != layout.total_bytes:
                 self._begin_rewrite()
             self._file.use_direct()
-            self._staging = aligned_buffer(layout.slot_bytes)
-            self._readback = aligned_buffer(min(IO_BYTES, layout.slot_bytes))
+            self._staging = aligned_buffer(max(layout.slot_bytes, IO_BYTES if layout.mapped else 0))
+            self._readback = aligned_buffer(min(IO_BYTES, len(self._staging)))
 
     def put(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Bring one layer to the disk; returns True if it was written, False if kept.
@@ -71,27 +72,65 @@ class SpillWriter:
             SpillError: the tensors are not the layout's; the disk is full or failing; the layer
                 must be rewritten while another process uses the spill.
         """
-        staged = self._stage(layer, tensors)
-        digest = tensor_digest(staged)
-        offset = self._layout.layers[layer].offset
+        if layer not in range(self._layout.num_layers):
+            raise SpillError(f"layer {layer} is not among the {self._layout.num_layers} streamed")
+        staged = self._layout.layers[layer].stage(self._staging, tensors, f"layer {layer}")
+        return self._bring(layer, split(staged, IO_BYTES), tensor_digest(staged))
+
+    def put_mapped(self, name: str, tensor: torch.Tensor) -> bool:
+        """Bring one mapped tensor to the disk, a few MB at a time; returns True if written.
+
+        Args:
+            name: a name among the layout's ``mapped``.
+            tensor: of the shape and dtype given there; one that is not contiguous, or not on the
+                CPU, is copied whole.
+
+        Raises:
+            SpillError: as for ``put``, or no mapped tensor has that name.
+        """
+        index = self._layout.mapped_index(name)
+        unit = self._layout.units[index]
+        unit.check_tensors({name: tensor}, f"mapped tensor {name!r}")
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        padding = torch.zeros(unit.nbytes - len(data), dtype=torch.uint8)
+        return self._bring(index, self._staged_parts(data), tensor_digest(data, padding))
+
+    def _staged_parts(self, data: torch.Tensor) -> Iterator[torch.Tensor]:
+        """``data`` (uint8 [n]) in aligned pieces, the last one padded with zeros."""
+        for part in split(data, IO_BYTES):
+            staged = self._staging[: round_up(len(part), ALIGNMENT)].zero_()
+            staged[: len(part)].copy_(part)
+            yield staged
+
+    def _bring(self, index: int, parts: Iterable[torch.Tensor], digest: str) -> bool:
+        """Make unit ``index`` on the disk equal to ``parts`` in a row; True if it was not."""
+        offset = self._layout.units[index].offset
+        keep = True
         with self._discarding_on_failure("write"):
-            keep = self._is_on_disk(staged, offset)
-            if not keep:
-                self._begin_rewrite()
-                self._file.write_from(staged, offset)
-                self._rewritten[layer] = self._why(layer, digest)
-        self._digests[layer] = digest
+            for part in parts:
+                keep = keep and self._is_on_disk(part, offset)
+                if not keep:
+                    self._begin_rewrite()
+                    self._file.write_from(part, offset)
+                offset += len(part)
+        if not keep:
+            self._rewritten[index] = self._why(index, digest)
+        self._digests[index] = digest
         return not keep
 
     def finish(self) -> Spill:
         """Sync the file, write the manifest, and return the spill under its shared lock.
 
         Raises:
-            SpillError: a layer was never put (the writer stays usable), or the disk fails.
+            SpillError: a unit was never put (the writer stays usable), or the disk fails.
         """
-        if missing := sorted(set(range(self._layout.num_layers)) - self._digests.keys()):
-            raise SpillError(f"{self._paths.spill} is incomplete: layers {missing} were never put")
-        digests = tuple(self._digests[layer] for layer in range(self._layout.num_layers))
+        units = range(len(self._layout.units))
+        if missing := sorted(set(units) - self._digests.keys()):
+            raise SpillError(
+                f"{self._paths.spill} is incomplete: layers {missing} were never put (mapped "
+                f"tensors count from {self._layout.num_layers})"
+            )
+        digests = tuple(self._digests[index] for index in units)
         manifest = Manifest(self._identity, self._layout.describe(), digests)
         with self._discarding_on_failure("finish"):
             if self._exclusive or manifest != self._former:
@@ -155,34 +194,12 @@ class SpillWriter:
         if not locked or not self._file.is_linked or self._look()[0] != expected:
             raise in_use(self._paths)
 
-    def _stage(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The layer's bytes as they shall be on the disk, padding zeroed."""
-        if layer not in range(self._layout.num_layers):
-            raise SpillError(f"layer {layer} is not among the {self._layout.num_layers} streamed")
-        place = self._layout.layers[layer]
-        wanted = {spec.name: (spec.shape, spec.dtype) for spec, _ in place.tensors}
-        given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        if given != wanted:
-            wrong = sorted(n for n in wanted | given if wanted.get(n) != given.get(n))
-            raise SpillError(
-                f"layer {layer}: weights {wrong} are {[given.get(n) for n in wrong]}, but the "
-                f"layout has {[wanted.get(n) for n in wrong]}"
-            )
-        staged = self._staging[: place.nbytes].zero_()
-        for name, view in place.views(staged).items():
-            view.copy_(tensors[name])
-        return staged
-
-    def _is_on_disk(self, staged: torch.Tensor, offset: int) -> bool:
-        if offset + len(staged) > self._bytes_found:
+    def _is_on_disk(self, part: torch.Tensor, offset: int) -> bool:
+        if offset + len(part) > self._bytes_found:
             return False
-        for part in split(staged, IO_BYTES):
-            there = self._readback[: len(part)]
-            self._file.read_into(there, offset)
-            if not torch.equal(there, part):
-                return False
-            offset += len(part)
-        return True
+        there = self._readback[: len(part)]
+        self._file.read_into(there, offset)
+        return torch.equal(there, part)
 
     def _why(self, layer: int, digest: str) -> str:
         if self._former is None:
@@ -191,12 +208,13 @@ class SpillWriter:
 
     def _report(self) -> None:
         reasons = Counter(self._rewritten.values())
+        written = sum(index < self._layout.num_layers for index in self._rewritten)
         logger.log(
             logging.WARNING if DAMAGED in reasons else logging.INFO,
             "spill %s: %d layers reused, %d written (%s)",
             self._paths.spill,
-            self._layout.num_layers - len(self._rewritten),
-            len(self._rewritten),
+            self._layout.num_layers - written,
+            written,
             ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none",
         )
 

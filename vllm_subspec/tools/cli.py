@@ -46,7 +46,7 @@ def example_model(
 @app.command()
 def acceptance(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
-    bits: Annotated[int, typer.Option(help="Bits of the shadow: 4 or 8.")] = 4,
+    bits: Annotated[int, typer.Option(help="Bits of the shadow: 4, 6 or 8.")] = 4,
     new_tokens: Annotated[int, typer.Option(min=8, help="Tokens per prompt.")] = 96,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="F", help="Write the figures here too.")
@@ -77,6 +77,108 @@ def memory(
     for use in measure_memory(model):
         resident, peak = use.memory.resident / 1e9, use.memory.peak / 1e9
         typer.echo(f"| {use.way} | {resident:.2f} GB | {peak:.2f} GB |")
+
+
+@app.command()
+def bench(
+    model: Annotated[Path, typer.Option(help="A Hugging Face folder with a chat template.")],
+    budget: Annotated[str, typer.Option(help="memory_budget of every mode: 1200MiB, 50%.")],
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="Of plain, subspec, chain, subspec-4bit, no-post, ngram, suffix, "
+            "draft_model, vllm; plain is the reference."
+        ),
+    ] = "plain,subspec",
+    max_tokens: Annotated[int, typer.Option(min=8, help="New tokens per prompt.")] = 96,
+    prompts: Annotated[
+        Path | None, typer.Option(help="One prompt a line, or a JSON list; default: eight of ours.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all modes.")] = 1,
+    max_model_len: Annotated[int, typer.Option(min=64, help="Positions of the KV cache.")] = 1024,
+    draft_model: Annotated[Path | None, typer.Option(help="The draft of mode draft_model.")] = None,
+    options: Annotated[str, typer.Option(help="SubSpec options of every mode, as JSON.")] = "{}",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="F", help="Write everything here.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draw one decode cycle into this folder.")
+    ] = None,
+) -> None:
+    """Compare ways to serve on one memory budget; exit status 1: a token was wrong."""
+    from vllm_subspec.tools.bench_command import Request, run_and_report
+    from vllm_subspec.tools.serving import interrupt_on_termination
+
+    interrupt_on_termination()
+    request = Request(
+        model,
+        budget,
+        modes,
+        max_tokens,
+        prompts,
+        repeats,
+        max_model_len,
+        draft_model,
+        options,
+        json_file,
+        timeline,
+    )
+    if not run_and_report(request, typer.echo):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL]", help="Also: would this one be refused?")
+    ] = None,
+    stream_dir: Annotated[
+        Path | None, typer.Option(help="Where the spill would lie; default: in the cache.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="F", help="Write the checks here too.")
+    ] = None,
+) -> None:
+    """Say what would stop SubSpec here, or slow it down; exit status 1: something stops it."""
+    import json
+
+    from vllm_subspec.tools.doctor import diagnose, render, stops, to_json
+
+    checks = diagnose(model, stream_dir)
+    typer.echo(render(checks))
+    if json_file is not None:
+        json_file.write_text(json.dumps(to_json(checks), indent=2) + "\n")
+    if stops(checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
+    budget: Annotated[str, typer.Option(help="Memory: 8GiB, 1200MiB, 50%, auto.")],
+    context: Annotated[int, typer.Option(min=1, help="Positions of a sequence.")] = 1024,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    options: Annotated[str, typer.Option(help="SubSpec options, as JSON.")] = "{}",
+    machine: Annotated[
+        Path | None, typer.Option(metavar="F", help="Measured figures of this machine, JSON.")
+    ] = None,
+    sensitivity: Annotated[
+        Path | None, typer.Option(metavar="F", help="Measured sensitivity of MODEL, JSON.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="F", help="Write the placement here too.")
+    ] = None,
+) -> None:
+    """Print what SubSpec would keep, stream and draft, and how fast; no weight is read."""
+    import json
+
+    from vllm_subspec.tools.plan_command import Question, render
+
+    question = Question(model, budget, context, sequences, options, machine, sensitivity)
+    answer = question.answer()
+    typer.echo(render(answer))
+    if json_file is not None:
+        json_file.write_text(json.dumps(answer.to_json(), indent=2) + "\n")
 
 
 def main() -> None:

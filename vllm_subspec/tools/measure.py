@@ -164,15 +164,18 @@ def speculation_figures(run: Run) -> dict[str, Any]:
 
     ``acceptance_length`` is the paper's tau: tokens that reached the output per target pass, each
     answer's first token left out, since the prompt's own pass gives that one.
+    ``draft_step_ms`` is of steps between passes; 0 where there was none.
     """
     counted = run.statistics
     passes = counted["target_passes"]
+    # Drafts that followed the accepted path may need no step between passes at all.
+    steps = counted["draft_steps"]
     levels = zip(counted["accepted_by_level"], counted["drafted_by_level"], strict=True)
     return {
         "acceptance_length": (run.new_tokens - len(run.answers)) / passes,
         "target_passes": passes,
         "nodes_per_pass": counted["drafted_nodes"] / passes,
         "acceptance_by_level": [accepted / drafted for accepted, drafted in levels if drafted],
-        "draft_step_ms": 1e3 * counted["draft_seconds"] / counted["draft_steps"],
+        "draft_step_ms": 1e3 * counted["draft_seconds"] / steps if steps else 0.0,
         "target_pass_ms": 1e3 * counted["target_seconds"] / counted["decode_steps"],
     }
