@@ -16,11 +16,12 @@ import vllm_subspec
 PACKAGE = Path(vllm_subspec.__file__).parent
 FREE = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "loop"}
 MAY_IMPORT = {
-    "plan": FREE | {"draft.tree"},
+    "plan": FREE | {"draft.tree", "draft.tuning"},
     "shadow": FREE | {"plan"},
     "stream": FREE,
     "draft": FREE,
     "verify": FREE | {"draft.tree"},
+    "machine": FREE | {"plan", "shadow", "stream"},
     "loop": FREE | {"plan", "shadow", "stream", "draft", "verify"},
 }
 ABOVE = {"__init__", "integration", "tools"}

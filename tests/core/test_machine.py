@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_subspec import machine
 from vllm_subspec.errors import ConfigError, SpillError
 from vllm_subspec.plan.machine import DEFAULT, MachineFigures
 from vllm_subspec.shadow import probe
 from vllm_subspec.stream.probe import link_bytes_per_s, streaming
-from vllm_subspec import machine
 
 OUT, IN = 4096, 2048
 

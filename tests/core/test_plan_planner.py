@@ -272,8 +272,6 @@ def test_the_reference_workload() -> None:
     assert found.total_bytes <= budget
     assert found.prediction.tokens_per_s > 1.2 * uniform.prediction.tokens_per_s
     assert found.prediction.tokens_per_s > 4.5 * plain.prediction.tokens_per_s
-    serial = planned(W1, budget, kv_bytes, post_speculation=False)
-    assert found.prediction.tokens_per_s > serial.prediction.tokens_per_s
     assert plain.prediction.link_utilization > 0.95
 
 

@@ -90,13 +90,11 @@ def test_made_of_the_models_own_inputs(calibrated: dict[str, Any], lively_model_
         def loss(shadow: ShadowLinear, x: torch.Tensor = x, linear: Any = linear) -> float:
             return float((x @ (shadow.dequantize() - linear.weight).T).square().sum())
 
-        print(name, loss(made[name]) / loss(plain[name]))
         assert loss(made[name]) < 0.9 * loss(plain[name]), name
 
 
 def test_outputs_stay_and_more_of_a_draft_is_accepted(calibrated: dict[str, Any]) -> None:
     (answers, tau), (same, better) = calibrated["drafted"]
-    print(tau, better)
     assert same == answers
     assert better > tau
 

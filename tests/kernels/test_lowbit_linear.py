@@ -21,8 +21,8 @@ from vllm_subspec.shadow.formats import kernel_status
 
 BITS, GROUP_SIZES = (4, 6, 8), (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# fp32 sums in another order; one rounding of the output.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# fp32 sums in another order; the output, rounded from either side, may be one step off.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 @pytest.fixture(scope="module", autouse=True)

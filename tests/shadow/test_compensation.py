@@ -41,9 +41,10 @@ def values(codes: torch.Tensor, parts: torch.Tensor, bits: int, group_size: int)
     return codes * scale + base
 
 
-def loss(change: torch.Tensor, gram: torch.Tensor) -> float:
+def losses(change: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """Of each output."""
     change = change.double()
-    return float(((change @ gram.double()) * change).sum())
+    return ((change @ gram.double()) * change).sum(dim=1)
 
 
 @given(
@@ -73,10 +74,10 @@ def test_never_worse_than_the_nearest(
     weight = spread * torch.randn(16, 128, generator=torch.Generator().manual_seed(seed + 1))
     made = compensate_linear(weight, InputGram.of(gram, "p"), rtn(bits, group_size), "p")
     nearest = quantize_linear(weight, rtn(bits, group_size), BF16, "p")
-    ours, theirs = (loss(s.dequantize() - weight, gram) for s in (made, nearest))
+    ours, theirs = (losses(s.dequantize() - weight, gram) for s in (made, nearest))
     # fp32 keeps a gram's small eigenvalues to a part in 1e6 of its large ones.
-    size = float((nearest.dequantize() - weight).square().sum() * gram.diagonal().sum())
-    assert ours <= theirs + 1e-5 * size
+    size = (nearest.dequantize() - weight).square().sum(dim=1) * gram.diagonal().sum()
+    assert (ours <= theirs + 1e-5 * size).all()
 
 
 def test_far_better_on_correlated_inputs() -> None:
@@ -88,57 +89,66 @@ def test_far_better_on_correlated_inputs() -> None:
     for bits in BITS:
         made = compensate_linear(weight, InputGram.of(gram, "p"), rtn(bits), "p")
         nearest = quantize_linear(weight, rtn(bits), BF16, "p")
-        ours, theirs = (loss(s.dequantize() - weight, gram) for s in (made, nearest))
+        ours, theirs = (losses(s.dequantize() - weight, gram).sum() for s in (made, nearest))
         assert ours < 0.4 * theirs
 
 
+@pytest.mark.parametrize("bits", [4, 6])
+def test_only_unimportant_outliers_are_cut(bits: int) -> None:
+    weight = torch.rand(16, 64, generator=torch.Generator().manual_seed(0))
+    weight[:, 7] = 2.0
+    steps = {}
+    for size in (0.01, 1.0):
+        diagonal = torch.linspace(1, 2, 64)
+        diagonal[7] = size
+        _, parts = quantize_compensated(weight, InputGram.of(torch.diag(diagonal), "p"), bits, 64)
+        steps[size] = parts[..., 0].abs().mean()
+    assert steps[0.01] < 0.95 * steps[1.0]
+
+
+def on_grid(weight: torch.Tensor, parts: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    """Values of ``weight`` rounded to the nearest level of its group."""
+    zero = values(torch.zeros_like(weight), parts, bits, group_size)
+    scale = values(torch.ones_like(weight), parts, bits, group_size) - zero
+    return ((weight - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
+
+
 @pytest.mark.parametrize("bits", BITS)
-def test_independent_inputs_round_to_the_nearest(bits: int) -> None:
+def test_independent_inputs_round_to_the_nearest_of_good_levels(bits: int) -> None:
     weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+    nearest = quantize_linear(weight, rtn(bits), BF16, "p").dequantize()
     for diagonal in (torch.rand(128, generator=torch.Generator().manual_seed(1)), torch.zeros(128)):
         inputs = InputGram.of(torch.diag(diagonal), "p")
-        made = compensate_linear(weight, inputs, rtn(bits), "p")
-        nearest = quantize_linear(weight, rtn(bits), BF16, "p")
-        step = made.dequantize() - nearest.dequantize()
-        assert torch.equal(made.scales, nearest.scales)
-        assert (step != 0).float().mean() < 0.01  # ties of the other formula
-
-
-def by_the_paper(
-    weight: torch.Tensor, gram: torch.Tensor, bits: int, group_size: int
-) -> torch.Tensor:
-    """Its equation 2 and 3: after each input, that input is eliminated from the inverse."""
-    left = weight.double().clone()
-    damping = 0.01 * gram.diagonal().mean()
-    inverse = torch.linalg.inv(gram.double() + damping * torch.eye(len(gram)))
-    for j in range(len(gram)):
-        if j % group_size == 0:
-            group = left[:, j : j + group_size].float()
-            plain = quantize_linear(group, rtn(bits, group_size), BF16, "p")
-            scales = plain.scales.float().flatten(2) if bits != 4 else plain.scales.float()
-            scale = scales[:, 0] if bits != 4 else scales[:, 0, 0]
-            scale = scale.reshape(-1).double()
-            base = scales[:, 0, 1].reshape(-1).double() if bits == 4 else -(2 ** (bits - 1)) * scale
-        codes = ((left[:, j] - base) / scale).round().clamp(0, 2**bits - 1)
-        error = (left[:, j] - (codes * scale + base)) / inverse[j, j]
-        left[:, j] = codes * scale + base
-        left[:, j + 1 :] -= error[:, None] * inverse[j, j + 1 :]
-        inverse = inverse - inverse[:, j, None] * inverse[None, j] / inverse[j, j]
-    return left
+        codes, parts = quantize_compensated(weight, inputs, bits, 64)
+        found = values(codes, parts, bits, 64)
+        ties = (found - on_grid(weight, parts, bits, 64)).abs() > 1e-4
+        assert ties.float().mean() < 0.01
+        if diagonal.any():
+            error, plain = (((v - weight) ** 2 @ diagonal).sum() for v in (found, nearest))
+            assert error <= (0.97 if bits == 4 else 1.0001) * plain
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_same_as_the_papers_formulas(bits: int) -> None:
-    x = inputs_like_a_model(300, 128, 64, seed=1)
+    """Its equations 2 and 3: after each input, that input is eliminated from the inverse."""
+    x = inputs_like_a_model(300, 192, 96, seed=1)
     gram = x.T @ x
-    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(48, 192, generator=torch.Generator().manual_seed(2))
     codes, parts = quantize_compensated(weight, InputGram.of(gram, "p"), bits, 64)
     assert codes.dtype == torch.uint8
-    assert parts.shape == (48, 2, 2 if bits == 4 else 1)
+    assert parts.shape == (48, 3, 2 if bits == 4 else 1)
     assert torch.equal(parts, parts.half().float())
-    expected = by_the_paper(weight, gram, bits, 64)
+    left = weight.double()
+    inverse = torch.linalg.inv(gram.double() + 0.1 * gram.diagonal().mean() * torch.eye(192))
+    for j in gram.diagonal().argsort(descending=True).tolist():
+        rounded = on_grid(left, parts, bits, 64)[:, j]
+        error = (left[:, j] - rounded) / inverse[j, j]
+        left = left - error[:, None] * inverse[j]
+        left[:, j] = rounded
+        inverse = inverse - inverse[:, j, None] * inverse[None, j] / inverse[j, j]
+        inverse[j, :] = inverse[:, j] = 0
     # A code that a last bit decides changes what follows in its row.
-    same = ((values(codes, parts, bits, 64) - expected).abs() < 1e-4).all(dim=1)
+    same = ((values(codes, parts, bits, 64) - left).abs() < 1e-4).all(dim=1)
     assert same.float().mean() > 0.7
 
 
@@ -168,9 +178,12 @@ def test_blocks_of_rows_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_factor_is_that_of_the_damped_inverse() -> None:
     x = inputs_like_a_model(30, 96, 30, seed=0)
     gram = x.T @ x
-    factor = InputGram.of(gram, "p").factor
-    damped = gram.double() + 0.01 * gram.diagonal().mean() * torch.eye(96)
+    inputs = InputGram.of(gram, "p")
+    factor = inputs.factor
+    damped = gram.double() + 0.1 * gram.diagonal().mean() * torch.eye(96)
+    damped = damped[inputs.order][:, inputs.order]
     assert torch.equal(factor, factor.triu())
+    assert (damped.diagonal().diff() <= 0).all()
     torch.testing.assert_close(
         factor.double().T @ factor.double() @ damped, torch.eye(96).double(), rtol=0, atol=1e-3
     )
@@ -178,9 +191,9 @@ def test_the_factor_is_that_of_the_damped_inverse() -> None:
 
 def test_damping_rises_until_it_helps() -> None:
     gram = torch.eye(64)
-    gram[0, 1] = gram[1, 0] = 1.05  # no real gram: rounding alone never takes 5 %
+    gram[0, 1] = gram[1, 0] = 1.5  # no real gram's: one more tenth would not do
     factor = InputGram.of(gram, "p").factor
-    damped = gram + 0.1 * torch.eye(64)
+    damped = gram + torch.eye(64)
     torch.testing.assert_close(factor.T @ factor @ damped, torch.eye(64), rtol=0, atol=1e-4)
 
 

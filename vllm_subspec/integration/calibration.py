@@ -39,7 +39,7 @@ class CalibrationExtension(SensitivityExtension):
         """Make, cache and use compensated shadows (``shadow.compensation``) of all that has one.
 
         One pass of the target over ``sequences``, streamed as in serving. Beside what serving
-        needs, memory holds four fp32 matrices [in, in] of one linear, and one layer's shadows.
+        needs, memory holds six fp32 matrices [in, in] of one linear, and one layer's shadows.
 
         Args:
             sequences: tokens that this model read and wrote.

@@ -14,10 +14,10 @@ A cycle drafts a tree, then one target pass verifies it.
   leaf in these waits. That is of use if the whole best path is accepted and the bonus token is a
   root of the extension: chance h = exp(-loss * depth) (a chain's) * exp(-tree loss). Then the next
   tree needs that much less drafting. The target takes no layer during a step, so the link goes on
-  only until all slots are full: a step longer than that stalls it, hit or miss.
+  only until all slots are full: a step longer than that is not begun.
 
     cycle = (1 - h) * (depth * step + pass) + h * (max(0, depth * step - wait) + pass)
-    pass = max(link, compute) + tail + min(depth, wait / step) * max(0, step - time to fill slots)
+    pass = max(link, compute) + tail
 
 All arguments broadcast as numpy arrays, so the planner evaluates thousands of plans at once.
 """
@@ -30,6 +30,10 @@ import numpy as np
 
 from vllm_subspec.plan.alignment import Values, acceptance, width_factor
 from vllm_subspec.plan.machine import MachineFigures
+
+WAIT_SHARE = 0.45
+"""Of the time that compute waits, what whole draft steps can use: a step is only begun where the
+link has that much to fill (measured on W1: 5.3 steps of 58 ms in 0.7 s of waits)."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +124,11 @@ def decode_cycle(
     pass_s = _pass_s(work, machine, compute, draft_s)
     if post_speculation:
         hit = np.exp(-loss * trees.depth - tree_loss)
-        wait_s = np.minimum(draft_s, pass_s - compute)
-        rest_s = draft_s - wait_s
         fill_s = work.slot_bytes / machine.link_bytes_per_s
-        stall_s = wait_s / step_s * np.maximum(0.0, step_s - fill_s)
-        hit_pass_s = _pass_s(work, machine, compute, rest_s)
-        pass_s = stall_s + pass_s + hit * (hit_pass_s - pass_s)
+        usable_s = WAIT_SHARE * np.maximum(0.0, pass_s - compute)
+        wait_s = np.where(step_s > fill_s, 0.0, np.minimum(draft_s, usable_s))
+        hit_pass_s = _pass_s(work, machine, compute, draft_s - wait_s)
+        pass_s = pass_s + hit * (hit_pass_s - pass_s)
         cycle_s = draft_s - hit * wait_s + pass_s
     else:
         cycle_s = draft_s + pass_s

@@ -178,7 +178,8 @@ class LayerStreamer:
         with self._changed:
             if not self._reads:
                 return 0.0
-            speed = self._bytes_read / self._read_busy_s
+            busy_s = self.statistics().read_busy_s
+            speed = self._bytes_read / busy_s
             total = sum(self._layout.layers[layer].nbytes for layer in self._schedule.reading())
             return max(0.0, total / speed - (time.monotonic() - self._read_since))
 

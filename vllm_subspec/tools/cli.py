@@ -64,6 +64,38 @@ def acceptance(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
+    bits: Annotated[
+        list[int] | None, typer.Option(help="Bits to fit, 4, 6 or 8; repeatable. Default: all.")
+    ] = None,
+) -> None:
+    """Fit MODEL's shadows to what it writes itself; later starts find and use them."""
+    from vllm_subspec.tools.calibrate import calibrate_shadows
+
+    typer.echo(f"{calibrate_shadows(model, bits)} files of the shadow cache written")
+
+
+@app.command()
+def sensitivity(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="F", help="Write the figures here too.")
+    ] = None,
+) -> None:
+    """Measure how much drafting suffers from each layer's few bits; later plans use it."""
+    import json
+
+    from vllm_subspec.tools.calibrate import measure_sensitivity, render
+
+    found = measure_sensitivity(model)
+    typer.echo(render(found))
+    typer.echo(f"kept in {found.store_for(model)}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.to_json(), indent=2) + "\n")
+
+
+@app.command()
 def memory(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder.")],
 ) -> None:

@@ -6,13 +6,10 @@ import importlib.util
 import os
 import platform
 import shutil
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import psutil
@@ -22,12 +19,10 @@ from vllm_subspec import envs
 from vllm_subspec.errors import SpillError
 from vllm_subspec.files import private_directory
 from vllm_subspec.plan.budget import device_memory_bytes
-from vllm_subspec.stream import DiskStore, SpillLayout, SpillWriter, TensorSpec
+from vllm_subspec.stream.probe import PROBE_LAYER_BYTES, PROBE_LAYERS, link_bytes_per_s
 from vllm_subspec.tools.bench_report import gib, table
 
 Verdict = Literal["ok", "slow", "stops"]
-PROBE_LAYERS, PROBE_LAYER_BYTES = 8, 64 << 20
-_PASSES = 3
 _SPARE_BYTES = 64 << 20
 _GOOD_LINK = 0.5e9  # bytes/s; below it even a small model waits a second a token
 
@@ -157,43 +152,6 @@ def _disk(folder: Path) -> list[Check]:
         return [space, Check("link", found, figure=speed)]
     advice = "set stream_dir to a faster, local disk"
     return [space, Check("link", found, "slow", advice, speed)]
-
-
-def link_bytes_per_s(
-    folder: Path, num_layers: int = PROBE_LAYERS, layer_bytes: int = PROBE_LAYER_BYTES
-) -> float:
-    """Bytes a second of streaming from ``folder``, by the code that streams weights.
-
-    Writes a spill of ``num_layers`` times ``layer_bytes``, reads it three times, removes it, and
-    returns the median.
-
-    Raises:
-        SpillError: it cannot be written or read.
-    """
-    layout = SpillLayout.of([[TensorSpec("probe", (layer_bytes,), torch.uint8)]] * num_layers)
-    weight = torch.randint(256, (layer_bytes,), dtype=torch.uint8)
-    with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as private:
-        with SpillWriter(Path(private), "probe", layout, "doctor") as writer:
-            for layer in range(num_layers):
-                writer.put(layer, {"probe": weight})
-            store = DiskStore(writer.finish())
-        try:
-            slots = [store.allocate(layout.slot_bytes) for _ in range(2)]
-            return median(_read_all(store, slots) for _ in range(_PASSES))
-        finally:
-            store.close()
-
-
-def _read_all(store: DiskStore, slots: Sequence[torch.Tensor]) -> float:
-    """Bytes a second of one pass, the next layer's read queued behind the one that runs."""
-    began = time.monotonic()
-    reads = [store.start_read(0, slots[0])]
-    for layer in range(1, store.num_layers):
-        reads.append(store.start_read(layer, slots[layer % 2]))
-        reads[layer - 1].result()
-    reads[-1].result()
-    moved = sum(store.layer_bytes(layer) for layer in range(store.num_layers))
-    return moved / (time.monotonic() - began)
 
 
 def _model(model: Path) -> Check:
