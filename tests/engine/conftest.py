@@ -195,9 +195,14 @@ def _open_engine(
 
 @pytest.fixture(scope="session")
 def subspec_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The one cache of shadows and spills of all engines."""
+    """The one cache of shadows and spills of all engines; kernels are those that setup built."""
+    from vllm_subspec import envs
+
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("subspec-cache")
+        built = envs.cache_dir() / "kernels"
+        if built.is_dir():
+            shutil.copytree(built, directory / "kernels")
         patch.setenv("SUBSPEC_CACHE", str(directory))
         yield directory
 

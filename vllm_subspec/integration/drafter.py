@@ -59,7 +59,9 @@ class DraftPolicy:
         """The policy that the settings ask for; what they leave open is as planned, then tuned."""
         width = config.width or (planned.width if planned else AUTO_WIDTH)
         depth = config.depth or (planned.depth if planned else AUTO_DEPTH)
-        most_nodes = min(config.node_count, planned.node_count if planned else config.node_count)
+        most_nodes = config.node_count
+        if planned is not None and (config.width is None or config.depth is None):
+            most_nodes = min(most_nodes, planned.node_count)
         return cls(
             TreeShape(width, depth, most_nodes),
             config.draft_temperature,

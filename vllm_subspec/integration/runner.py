@@ -265,7 +265,8 @@ class SubSpecRunnerMixin:
             ConfigError: an option is wrong, or the tree would hold more nodes than the engine
                 was started for.
         """
-        policy = DraftPolicy.of(SubSpecConfig(**self.subspec_config.to_options() | changes))
+        config = SubSpecConfig(**self.subspec_config.to_options() | changes)
+        policy = DraftPolicy.of(config, self.offloader.placement.tree)
         if policy.shape.node_count > self.num_spec_tokens:
             raise ConfigError(
                 f"a tree of {policy.shape.node_count} nodes: this engine was started for at most "

@@ -12,8 +12,9 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.errors import ConfigError, UnsupportedError
 from vllm_subspec.integration.arguments import OWN_METHOD_KEY, PROPOSER
+from vllm_subspec.integration.placing import auto_bits
 from vllm_subspec.plan import place
-from vllm_subspec.shadow import ShadowSettings
+from vllm_subspec.shadow import ShadowSettings, available_bits
 from vllm_subspec.shadow.formats import shadow_format
 
 _Refusals = Iterable[tuple[bool, str, str]]  # whether it applies, what, and why not
@@ -32,8 +33,10 @@ def refuse_arguments(engine_args: Any, config: SubSpecConfig) -> None:
                 f"SubSpec does not work with {what}: {why}. Drop it, or run without SubSpec"
             )
     if config.speculate:
-        settings = ShadowSettings(config.bits or 4, config.group_size, config.quantizer)
-        shadow_format(settings.bits).recipe(settings)  # imports what it needs
+        planned = available_bits() if config.memory_budget is not None else (auto_bits(),)
+        for bits in (config.bits,) if config.bits is not None else planned:
+            settings = ShadowSettings(bits, config.group_size, config.quantizer)
+            shadow_format(bits).recipe(settings)  # imports what it needs
 
 
 def _refused_features(args: Any, config: SubSpecConfig) -> _Refusals:

@@ -53,6 +53,6 @@ class SubSpecCPUWorker(CPUWorker):
         return self.model_runner.record_timeline(seconds)
 
     def set_draft_policy(self, changes: dict[str, Any]) -> None:
-        """Change ``width``, ``depth``, ``max_nodes``, ``draft_temperature`` or
-        ``noise_coupling`` between requests: ``LLM.collective_rpc("set_draft_policy", ...)``."""
+        """Change ``width``, ``depth``, ``max_nodes``, ``draft_temperature``, ``noise_coupling``
+        or ``post_speculation`` between requests, by ``LLM.collective_rpc``."""
         self.model_runner.set_draft_policy(**changes)
