@@ -234,8 +234,8 @@ def test_weights_replaced_in_place() -> None:
 
 def test_a_missing_hqq(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hqq", None)
-    message = refusal(DependencyError, llama)
+    message = refusal(DependencyError, llama, {"bits": 4})
     assert "`pip install hqq`" in message
     assert "quantizer to 'rtn'" in message
-    for options in ({"quantizer": "rtn"}, {"bits": 8}, {"speculate": False}):
+    for options in ({"bits": 4, "quantizer": "rtn"}, {"bits": 8}, {"speculate": False}):
         ask(llama, options)
