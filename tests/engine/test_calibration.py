@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,8 +48,17 @@ def drafted(engine: Any, prompts: tuple[str, ...]) -> tuple[Any, float]:
 
 
 @pytest.fixture(scope="module")
+def own_cache(subspec_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """In the common one calibrated shadows would win for all engines that start later."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("calibrated-cache")
+        patch.setenv("SUBSPEC_CACHE", str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="module")
 def calibrated(
-    open_engine: Any, subspec_cache: Path, lively_model_dir: Path, prompts: tuple[str, ...]
+    open_engine: Any, own_cache: Path, lively_model_dir: Path, prompts: tuple[str, ...]
 ) -> dict[str, Any]:
     """An engine before and after, and another one that starts later."""
     with open_engine(lively_model_dir, SUBSPEC, worker_extension_cls=EXTENSION) as engine:

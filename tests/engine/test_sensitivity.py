@@ -14,7 +14,8 @@ from vllm_subspec.shadow.linear import quantize_linear
 
 pytestmark = pytest.mark.engine
 
-EXTENSION = "vllm_subspec.integration.sensitivity.SensitivityExtension"
+# One class for both: vLLM gives the worker class of a process one extension for good.
+EXTENSION = "vllm_subspec.integration.calibration.CalibrationExtension"
 SUBSPEC = {"width": 2, "depth": 6, "stream": "off", "bits": 8, "quantizer": "rtn"}
 
 

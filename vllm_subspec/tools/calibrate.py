@@ -92,7 +92,7 @@ def measure_sensitivity(
         },
         # bf16 rounding, which any change stirs, would drown what 8 bits do: 2 millinats a layer.
         dtype="float32",
-        worker_extension_cls="vllm_subspec.integration.sensitivity.SensitivityExtension",
+        worker_extension_cls="vllm_subspec.integration.calibration.CalibrationExtension",
         max_model_len=1024,
         max_num_seqs=len(prompts),
         kv_cache_memory_bytes=256 << 20,
