@@ -38,12 +38,18 @@ def load_or_measure(directory: Path, dtype: torch.dtype) -> MachineFigures:
         SpillError: the disk cannot be written or read.
         OSError: a directory cannot be made private.
     """
+    path = _cache_file(private_directory(directory), dtype)
+    return _read(path) if path.exists() else measure_anew(directory, dtype)
+
+
+def measure_anew(directory: Path, dtype: torch.dtype) -> MachineFigures:
+    """The same, measured now whatever the cache holds: a disk's speed drifts.
+
+    Later calls of ``load_or_measure`` find these figures. Errors are the same.
+    """
     folder = private_directory(directory)
-    path = private_directory(envs.cache_dir()) / f"machine-{_digest(folder, dtype)}.json"
-    if path.exists():
-        return _read(path)
     figures = measure_machine(folder, dtype)
-    with atomic_replace(path) as temporary:
+    with atomic_replace(_cache_file(folder, dtype)) as temporary:
         temporary.write_text(json.dumps(figures.to_json(), indent=2) + "\n", encoding="utf-8")
     return figures
 
@@ -69,6 +75,10 @@ def measure_machine(directory: Path, dtype: torch.dtype) -> MachineFigures:
         pass_overhead_s_per_layer=PASS_OVERHEAD_S_PER_LAYER,
         draft_flops_per_s=draft.flops_per_s,
     )
+
+
+def _cache_file(folder: Path, dtype: torch.dtype) -> Path:
+    return private_directory(envs.cache_dir()) / f"machine-{_digest(folder, dtype)}.json"
 
 
 def _read(path: Path) -> MachineFigures:

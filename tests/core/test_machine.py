@@ -49,6 +49,15 @@ def test_a_machine_is_measured_once(tmp_path: Path, measuring: Measuring) -> Non
     assert measuring.count == 1
 
 
+def test_measured_anew_replaces_what_is_cached(tmp_path: Path, measuring: Measuring) -> None:
+    first = machine.load_or_measure(tmp_path / "spill", torch.bfloat16)
+    anew = machine.measure_anew(tmp_path / "spill", torch.bfloat16)
+    assert measuring.count == 2
+    assert anew != first
+    assert machine.load_or_measure(tmp_path / "spill", torch.bfloat16) == anew
+    assert measuring.count == 2
+
+
 def test_another_dtype_or_thread_count_or_kernel_is_measured_anew(
     tmp_path: Path, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,13 +79,6 @@ def test_a_hit_leaves_the_steps_that_the_waits_did_not_hold() -> None:
     assert cycle_s == pytest.approx(4 * 0.06 - WAIT_SHARE * 0.101 + 0.211)
 
 
-def test_a_step_longer_than_the_slots_take_to_fill_is_not_begun() -> None:
-    fast = replace(MACHINE, link_bytes_per_s=4e9)  # 0.05 fill the slots, a step takes 0.06
-    *_, pass_s, cycle_s = cycle(WORK, fast, trees(1, 4, 4), 1e-9, True)
-    assert pass_s == pytest.approx(0.211)
-    assert cycle_s == pytest.approx(4 * 0.06 + 0.211)
-
-
 def test_a_wide_level_is_bound_by_its_products() -> None:
     slow = replace(MACHINE, draft_flops_per_s=1e11)
     assert cycle(WORK, slow, trees(4, 2, 8), 0.1, False)[1] == pytest.approx(0.05 + 0.01)

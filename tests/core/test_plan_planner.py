@@ -145,6 +145,8 @@ def test_a_placement_is_consistent(shape: ModelShape, share: float, speculate: b
         ({"depth": 7}, lambda p: p.tree.depth == 7),
         ({"width": 8, "depth": 9, "max_nodes": 17}, lambda p: p.tree == TreeShape(8, 9, 17)),
         ({"width": 2, "depth": 9, "max_nodes": 900}, lambda p: p.tree == TreeShape(2, 9)),
+        ({"node_limit": 12}, lambda p: p.tree.node_count <= 12),
+        ({"width": 2, "depth": 9, "node_limit": 12}, lambda p: p.tree == TreeShape(2, 9, 12)),
         ({"available_bits": (4, 8)}, lambda p: {*p.bits, p.head_bits} <= {4, 8, None}),
     ],
 )

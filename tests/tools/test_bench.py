@@ -27,7 +27,7 @@ PLACEMENT = Placement(
     head="streamed",
     head_bits=8,
     tree=TreeShape(4, 8, 20),
-    prediction=Prediction(5.0, 0.01, 1.0, 1.1, 4.5, 0.9, 300),
+    prediction=Prediction(5.0, 0.01, 1.0, 1.25, 4.5, 0.8, 2 * 10**9),
     memory=(MemoryItem("slots", 20), MemoryItem("KV cache", 7)),
 )
 COUNTERS = {
@@ -128,7 +128,7 @@ def test_rounds_interleave_modes_and_medians_are_over_rounds(workers: Workers, m
     json.dumps(report, allow_nan=False)
     text = render(report)
     assert "**subspec over plain: 3.50x**" in text
-    assert "predicted 4.50 tokens/s decoding; measured over predicted 0.44" in text
+    assert "4.50 tokens/s decoding by a link of 2.00 GB/s; measured over predicted 0.44" in text
     placed = "1 resident, 2 streamed with 4 bits, 1 streamed with 6 bits, head streamed with 8 bits"
     assert f"{placed}, 2 slots, tree 4x8 of 20 nodes" in text
 

@@ -143,6 +143,10 @@ class Growth:
         ]
         return grown if max_nodes is None else [tree.prune(max_nodes) for tree in grown]
 
+    def holds(self, tokens: Sequence[int]) -> bool:
+        """Whether ``follow`` would find the path ``tokens``."""
+        return self._find(tokens) is not None
+
     def follow(self, tokens: Sequence[int]) -> Rerooting | None:
         """Go on below the node that ``tokens`` lead to from the root (post-speculation).
 
@@ -156,6 +160,22 @@ class Growth:
             How scratch slots move, or ``None`` where the tree holds no such path: nothing
             changed then, and another growth is due.
         """
+        found = self._find(tokens)
+        if found is None:
+            return None
+        row, visited = found
+        if visited == self.depth:  # its own forward is still to come: nothing below it is known
+            self._restart(torch.tensor(tokens[-1:], device=self._root.tokens.device))
+            return Rerooting(visited, None)
+        slot = 1 + (visited - 1) * self.width + row
+        first = 1 + visited * self.width
+        self._keep_below(visited, row)
+        self._mask = torch.cat([self._mask[..., slot : slot + 1], self._mask[..., first:]], -1)
+        self._path = self._path[..., visited:]
+        return Rerooting(visited, slot)
+
+    def _find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """(row, level) of the node that ``tokens`` lead to, in a batch of one."""
         row, visited = 0, 0
         if len(tokens) > self.depth:
             return None
@@ -167,15 +187,7 @@ class Growth:
             if not len(found):
                 return None
             row, visited = int(found[0]), visited + 1
-        if visited == self.depth:  # its own forward is still to come: nothing below it is known
-            self._restart(torch.tensor(tokens[-1:], device=self._root.tokens.device))
-            return Rerooting(visited, None)
-        slot = 1 + (visited - 1) * self.width + row
-        first = 1 + visited * self.width
-        self._keep_below(visited, row)
-        self._mask = torch.cat([self._mask[..., slot : slot + 1], self._mask[..., first:]], -1)
-        self._path = self._path[..., visited:]
-        return Rerooting(visited, slot)
+        return row, visited
 
     def _keep_below(self, visited: int, row: int) -> None:
         new_root = self._levels[visited - 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,13 +11,19 @@ from functools import partial
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import (
+    get_forward_context,
+    is_forward_context_available,
+    override_forward_context,
+    set_forward_context,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_subspec.config import AUTO_DEPTH, AUTO_WIDTH, SubSpecConfig
 from vllm_subspec.draft.growth import Growth
+from vllm_subspec.draft.pausing import Pausable
 from vllm_subspec.draft.scratch import DraftScratch
 from vllm_subspec.draft.tree import Tree, TreeShape
 from vllm_subspec.draft.tuning import DepthTuner, deepest
@@ -123,7 +129,8 @@ class Drafter:
 
     While one request is alone, its tree grows on below its best leaves during the target's pass
     (post-speculation, arXiv 2509.18344), in the waits for streamed weights; what lies below the
-    accepted path is the next tree's beginning.
+    accepted path is the next tree's beginning. A step that is under way when the weights come
+    pauses between two layers.
     """
 
     def __init__(
@@ -146,7 +153,7 @@ class Drafter:
         self._growing: _Growing | None = None
         self._verifying: _Verifying | None = None
         self._in_pass = False
-        self._step_s = 0.0  # of the last draft step
+        self._paused: Pausable | None = None  # a step that began in a pass
         self.counters = DraftCounters()
 
     def bind(self, model: nn.Module, layers: dict[str, Attention], groups: dict[str, int]) -> None:
@@ -198,7 +205,6 @@ class Drafter:
             steps += 1
         end = time.monotonic()
         self.counters.draft_steps += steps
-        self._step_s = (end - began) / steps if steps else self._step_s
         if self._tuner is not None and len(requests) == 1:
             self._tuner.observe_draft(steps, end - began)
         self.counters.draft_seconds += end - start
@@ -223,6 +229,7 @@ class Drafter:
     def forget(self, req_id: str) -> None:
         """A request is over: what was grown for it is of no use."""
         if self._growing and any(r.req_id == req_id for r in self._growing.requests):
+            self._drop_step()
             self._growing = None
 
     @contextmanager
@@ -240,25 +247,50 @@ class Drafter:
         finally:
             self._in_pass = False
 
-    def extend(self, seconds: float) -> bool:
-        """Grow one more level while the target waits for weights; False where there is no use.
+    def extend(self, weights_are_there: Callable[[], bool]) -> bool:
+        """Grow on while the target waits for weights; False where there is no use.
 
         Args:
-            seconds: for which the link has slots to fill; a longer step would cost what it saves.
+            weights_are_there: whether the wait is over.
         """
         growing = self._growing
-        if not self._in_pass or growing is None or not growing.may_go_on():
+        if not self._in_pass or growing is None:
             return False
-        if self._step_s > seconds:
-            return False
+        if self._paused is None:
+            if not growing.may_go_on():
+                return False
+            self._paused = Pausable(growing.growth.step)
         start = time.monotonic()
-        growing.growth.step()
+        self._resume_step(weights_are_there)
         end = time.monotonic()
-        self.counters.overlapped_draft_steps += 1
         self.counters.overlapped_draft_seconds += end - start
-        self._step_s = end - start
         self._timeline.record("draft", start, end)
         return True
+
+    def step_aside(self) -> None:
+        """Between two layers of a draft step: let the target go on once its weights are there."""
+        step = self._paused
+        if step is not None and step.is_pause_due():
+            with self._view.target(), override_forward_context(None):
+                step.pause()
+
+    def _resume_step(self, weights_are_there: Callable[[], bool] | None = None) -> None:
+        """Go on with the step that began in a pass; without an argument, to its end."""
+        assert self._paused is not None
+        is_done = True
+        try:
+            with _own_forward_context():
+                is_done = self._paused.resume(weights_are_there)
+        finally:
+            if is_done:  # or it raised
+                self._paused = None
+        self.counters.overlapped_draft_steps += is_done
+
+    def _drop_step(self) -> None:
+        if self._paused is not None:
+            with _own_forward_context():
+                self._paused.drop()
+            self._paused = None
 
     def _go_on(self, requests: Sequence[DraftRequest], depth: int) -> _Growing | None:
         """The last growth, below the path that was accepted since; None where it left the tree."""
@@ -271,6 +303,10 @@ class Drafter:
         moved = new.num_context - old.num_context
         if new.req_id != old.req_id or moved != len(new.committed):
             return None
+        if not growing.growth.holds(new.committed):
+            return None
+        if self._paused is not None:
+            self._resume_step()
         rerooting = growing.growth.follow(new.committed)
         if rerooting is None or (growing.growth.is_exhausted and growing.growth.depth < depth):
             return None
@@ -280,6 +316,7 @@ class Drafter:
         return replace(growing, requests=requests, max_levels=self._max_levels(requests))
 
     def _begin(self, requests: Sequence[DraftRequest]) -> _Growing:
+        self._drop_step()
         self.counters.started_drafts += 1
         policy = self.policy
         deepest = policy.most_depth or policy.shape.depth
@@ -333,3 +370,11 @@ class Drafter:
         value: torch.Tensor,
     ) -> torch.Tensor:
         return draft_attention(layer, query, key, value, self._context, group, self._scratch, index)
+
+
+@contextmanager
+def _own_forward_context() -> Iterator[None]:
+    """vLLM's global forward context is again what it is now, whatever the block leaves there."""
+    current = get_forward_context() if is_forward_context_available() else None
+    with override_forward_context(current):
+        yield

@@ -32,6 +32,15 @@ class View:
         finally:
             self.drafting = False
 
+    @contextmanager
+    def target(self) -> Iterator[None]:
+        """Compute with the target's weights inside the block: a draft stepped aside."""
+        self.drafting = False
+        try:
+            yield
+        finally:
+            self.drafting = True
+
 
 class ShadowedLinearMethod(LinearMethodBase):
     """Wraps a plain linear's method: target weights in target view, the shadow in draft view.

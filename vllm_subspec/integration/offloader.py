@@ -78,7 +78,8 @@ class SubSpecOffloader(BaseOffloader):
         self.streamer: LayerStreamer | None = None
         self.timeline = Timeline()
         self._acquired_at = 0.0
-        self.while_waiting: Callable[[float], bool] | None = None  # see LayerStreamer.acquire
+        self.while_waiting: Callable[[Callable[[], bool]], bool] | None = None  # see `acquire`
+        self.between_draft_layers: Callable[[], None] | None = None
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._model = str(vllm_config.model_config.model)
         self._revision = vllm_config.model_config.revision or ""
@@ -362,6 +363,8 @@ class SubSpecOffloader(BaseOffloader):
 
     def _acquire(self, index: int) -> None:
         if self.view.drafting:
+            if self.between_draft_layers is not None:
+                self.between_draft_layers()
             return
         assert self.streamer is not None
         weights = self.streamer.acquire(index, self.while_waiting)

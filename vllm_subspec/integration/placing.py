@@ -70,6 +70,7 @@ def place_model(
         width=config.width,
         depth=config.depth,
         max_nodes=config.max_nodes,
+        node_limit=config.node_count,
         available_bits=available_bits(),
         speculate=config.speculate,
         post_speculation=config.post_speculation,

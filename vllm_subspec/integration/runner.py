@@ -66,6 +66,7 @@ class SubSpecRunnerMixin:
             )
             self.speculation = Speculation(drafter, self.max_model_len)
             self.offloader.while_waiting = drafter.extend
+            self.offloader.between_draft_layers = drafter.step_aside
 
     # -- loading ---------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ def plan(
     width: int | None = None,
     depth: int | None = None,
     max_nodes: int | None = None,
+    node_limit: int | None = None,
     available_bits: tuple[int, ...] = (4, 6, 8),
     speculate: bool = True,
     post_speculation: bool = True,
@@ -57,6 +58,7 @@ def plan(
         width: nodes per level.
         depth: levels.
         max_nodes: nodes verified at most; None verifies what hides under the stream.
+        node_limit: most nodes that the engine can verify at once; None: any number.
         available_bits: widths for which this machine has kernels.
         speculate: false streams without a draft, and needs no shadow.
         post_speculation: draft in the waits of a pass.
@@ -66,7 +68,7 @@ def plan(
         ConfigError: an explicit value is out of range, or ``sensitivity`` is of another model.
     """
     wishes = Wishes(
-        bits, resident_layers, slots, width, depth, max_nodes,
+        bits, resident_layers, slots, width, depth, max_nodes, node_limit,
         available_bits, speculate, post_speculation,
     )  # fmt: skip
     if sensitivity.num_layers != len(shape.layers):

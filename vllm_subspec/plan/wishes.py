@@ -31,6 +31,7 @@ class Wishes:
     width: int | None
     depth: int | None
     max_nodes: int | None
+    node_limit: int | None
     available_bits: tuple[int, ...]
     speculate: bool
     post_speculation: bool
@@ -75,9 +76,13 @@ class Wishes:
         return sorted({min(slots, num_streamed_units) for slots in wanted})
 
     def trees(self, hidden_nodes: float) -> Trees:
-        """The trees to compare; none verifies more than ``hidden_nodes``, save a bare chain."""
+        """The trees to compare; none verifies more than ``hidden_nodes``, save a bare chain.
+
+        A chain deeper than ``node_limit`` keeps its first nodes.
+        """
         widths = _WIDTHS if self.width is None else (self.width,)
         depths = _DEPTHS if self.depth is None else (self.depth,)
         width, depth = (a.ravel().astype(float) for a in np.meshgrid(widths, depths))
         most = np.maximum(hidden_nodes, depth) if self.max_nodes is None else self.max_nodes
-        return Trees(width, depth, np.minimum(width * depth, most))
+        limit = np.inf if self.node_limit is None else self.node_limit
+        return Trees(width, depth, np.minimum(np.minimum(width * depth, most), limit))

@@ -131,10 +131,6 @@ class StreamSchedule:
         self._visit += 1
         return index
 
-    def reading(self) -> list[int]:
-        """Layers whose reads are in flight."""
-        return [slot.layer for slot in self._slots if slot.state is _State.READING]
-
     def is_settled(self, layer: int) -> bool:
         """Whether ``acquire(layer)`` would return a slot, or raise, at once."""
         slot = self._slots[self._visit % self.num_slots]

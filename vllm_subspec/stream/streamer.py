@@ -80,7 +80,6 @@ class LayerStreamer:
         self._closed = False
         self._in_flight = 0
         self._busy_since = 0.0
-        self._read_since = 0.0  # when the link began with the oldest read in flight
         self._bytes_read = self._reads = 0
         self._read_busy_s = self._wait_s = 0.0
 
@@ -90,13 +89,13 @@ class LayerStreamer:
             self._start_reads()
 
     def acquire(
-        self, layer: int, while_waiting: Callable[[float], bool] | None = None
+        self, layer: int, while_waiting: Callable[[Callable[[], bool]], bool] | None = None
     ) -> dict[str, torch.Tensor]:
         """The weights of ``layer``, by name, as views into a slot; waits until they are there.
 
         Instead of waiting it calls ``while_waiting`` again and again, as long as that does a
-        piece of work (which it says by True) and the weights are not there. It is told for how
-        many seconds the link has slots to fill: work that takes longer lets the link idle.
+        piece of work (which it says by True) and the weights are not there. It is given a function
+        that says whether they are: once they are, all slots fill up, and the link idles.
 
         They are valid until ``release(layer)``. Any other than the layer after the one acquired
         last means that the former pass was abandoned: all that was held is given up then.
@@ -112,7 +111,7 @@ class LayerStreamer:
             self._start_reads()
         deadline = time.monotonic() + self._timeout_s
         while while_waiting is not None and not self._is_there(layer):
-            if not while_waiting(self._backlog_s()):
+            if not while_waiting(partial(self._is_there, layer)):
                 break
             deadline = time.monotonic() + self._timeout_s  # that time was not spent waiting
         with self._changed:
@@ -173,16 +172,6 @@ class LayerStreamer:
         with self._changed:
             return self._closed or self._schedule.is_settled(layer)
 
-    def _backlog_s(self) -> float:
-        """How long the reads in flight will take, at the speed of those before."""
-        with self._changed:
-            if not self._reads:
-                return 0.0
-            busy_s = self.statistics().read_busy_s
-            speed = self._bytes_read / busy_s
-            total = sum(self._layout.layers[layer].nbytes for layer in self._schedule.reading())
-            return max(0.0, total / speed - (time.monotonic() - self._read_since))
-
     def _wait_for(self, layer: int, deadline: float) -> int:
         while not self._closed:
             slot = self._schedule.acquire(layer)
@@ -200,7 +189,7 @@ class LayerStreamer:
     def _start_reads(self) -> None:
         while not self._closed and (read := self._schedule.next_read()) is not None:
             if self._in_flight == 0:
-                self._busy_since = self._read_since = time.monotonic()
+                self._busy_since = time.monotonic()
             self._in_flight += 1
             buffer = self._slots[read.slot][: self._layout.layers[read.layer].nbytes]
             future = self._store.start_read(read.layer, buffer)
@@ -210,7 +199,6 @@ class LayerStreamer:
         self._timeline.record("link", began, time.monotonic())
         with self._changed:
             self._in_flight -= 1
-            self._read_since = time.monotonic()
             if self._in_flight == 0:
                 self._read_busy_s += time.monotonic() - self._busy_since
             error = ended.exception()

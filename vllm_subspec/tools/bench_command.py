@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_subspec import envs
 from vllm_subspec.errors import ConfigError
+from vllm_subspec.machine import measure_anew
 from vllm_subspec.plan.budget import device_memory_bytes, parse_budget
 from vllm_subspec.timeline import Span
 from vllm_subspec.tools.bench import Bench, Say
 from vllm_subspec.tools.bench_modes import Workload, check_options, parse_modes
 from vllm_subspec.tools.bench_report import render
+from vllm_subspec.tools.plan_command import served_dtype
 from vllm_subspec.tools.prompts import PROMPTS
 from vllm_subspec.tools.provenance import provenance
 from vllm_subspec.tools.timeline_plot import typical_cycle, write_pictures
@@ -70,7 +73,12 @@ def run_and_report(request: Request, say: Say) -> bool:
     """
     bench = request.bench()
     command_line = shlex.join(["vllm-subspec", *sys.argv[1:]])
+    say("measuring this machine, by which the modes are planned")
+    spills = Path(bench.work.options.get("stream_dir") or envs.cache_dir() / "spill")
+    machine = measure_anew(spills, served_dtype(request.model))
+    say(f"  link {machine.link_bytes_per_s / 1e9:.2f} GB/s")
     report = bench.run(say) | {"provenance": provenance(command_line)}
+    report["machine"] = machine.to_json()
     recorded = report.pop("timeline", None)
     if request.json_file is not None:
         request.json_file.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")

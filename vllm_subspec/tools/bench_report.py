@@ -43,9 +43,11 @@ def render(report: Mapping[str, Any]) -> str:
             lines += [f"{name}: where the decode time goes", "", *_lost(told["losses"]), ""]
     for name, told in modes.items():
         if "measured_over_predicted" in told:
-            predicted = told["placement"]["prediction"]["tokens_per_s"]
+            plan = told["placement"]["prediction"]
+            link_s = plan["link_utilization"] * plan["cycle_s"]
             lines.append(
-                f"{name}: the plan predicted {predicted:.2f} tokens/s decoding; measured over "
+                f"{name}: the plan predicted {plan['tokens_per_s']:.2f} tokens/s decoding by a "
+                f"link of {plan['streamed_bytes'] / link_s / 1e9:.2f} GB/s; measured over "
                 f"predicted {told['measured_over_predicted']:.2f}"
             )
     if "speedup" in report:

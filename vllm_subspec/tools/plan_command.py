@@ -84,7 +84,7 @@ class Question:
         shape = ModelShape.read(self.model)
         config = self._config()
         machine = (
-            load_or_measure(envs.cache_dir() / "spill", _dtype(self.model))
+            load_or_measure(envs.cache_dir() / "spill", served_dtype(self.model))
             if self.machine is None
             else MachineFigures.from_json(_read(self.machine))
         ).throttled(config.emulate_link)
@@ -107,6 +107,7 @@ class Question:
             width=config.width,
             depth=config.depth,
             max_nodes=config.max_nodes,
+            node_limit=config.node_count,
             available_bits=available_bits() if config.speculate else _BITS,
             speculate=config.speculate,
             post_speculation=config.post_speculation,
@@ -132,7 +133,7 @@ class Question:
         return SubSpecConfig(**options)
 
 
-def _dtype(model: Path) -> torch.dtype:
+def served_dtype(model: Path) -> torch.dtype:
     """In which the model is served: its configuration's."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     dtype: torch.dtype = getattr(torch, config.get("dtype", config.get("torch_dtype", "bfloat16")))
