@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from subspec_kernels.sharpened_topk import sharpened_topk
 from torch import Tensor
 
 from vllm_subspec.draft.tree import Tree, TreeShape
@@ -115,9 +116,8 @@ class Growth:
         values = self._forward(last.tokens, level, mask)
         if self.rank is not None:
             values = self.rank(values, level, path[..., 1:])
-        log_probs, candidates = _best_log_probs(values.float(), self.width, self._temperature)
-        scores = log_probs + last.scores[..., None]
-        self._levels.append(_Level(*_next_level(scores, candidates, self.width)))
+        best = sharpened_topk(values, last.scores, self.width, self._temperature)
+        self._levels.append(_Level(*best))
         self._mask, self._path = mask, path
 
     def trees(self, max_nodes: int | None = None) -> list[Tree]:
@@ -265,59 +265,3 @@ def _of_parents(state: Tensor, parents: Tensor) -> Tensor:
 def _own_slots(tokens: Tensor) -> Tensor:
     batch, count = tokens.shape
     return torch.eye(count, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-
-
-def _best_log_probs(values: Tensor, width: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-softmax of ``values / temperature`` at each row's ``width`` best tokens, and those."""
-    best, ids = _best_of_rows(values, width)
-    # A row of -inf alone belongs to a dead node; clamps keep its children at -inf, not NaN.
-    peak = best[..., :1].clamp(min=torch.finfo(values.dtype).min)
-    # exp runs many times slower where its result is denormal; below e-80 nothing counts.
-    exponents = (values - peak).div_(temperature).clamp_(min=-80)
-    total = exponents.exp_().sum(-1, keepdim=True)
-    return (best - peak).div_(temperature) - total.log_(), ids
-
-
-def _best_of_rows(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Each row's ``count`` best values, descending, ties to the lower index, and their indices.
-
-    A vocabulary smaller than ``count`` is filled up with -inf at index 0. Unlike torch.topk
-    this settles ties, and it is faster.
-    """
-    values, ids = _shortlist(values, count)
-    best, order = values.sort(dim=-1, descending=True, stable=True)
-    best, ids = best[..., :count], ids.gather(-1, order[..., :count])
-    missing = count - best.shape[-1]
-    if missing:
-        best = torch.nn.functional.pad(best, (0, missing), value=DEAD)
-        ids = torch.nn.functional.pad(ids, (0, missing))
-    return best, ids
-
-
-def _shortlist(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """A few of each row's values that hold its ``count`` best, in index order, and their indices.
-
-    The best are in the ``count`` blocks with the highest maxima: any block left out has that
-    many values before it that are higher, or as high at a lower index.
-    """
-    vocab, device = values.shape[-1], values.device
-    block = math.isqrt(max(1, vocab // count))  # about as many maxima to sort as values
-    blocks = vocab // block
-    if blocks <= 2 * count:
-        return values, torch.arange(vocab, device=device).expand(values.shape)
-    maxima = values[..., : blocks * block].view(*values.shape[:-1], blocks, block).amax(-1)
-    chosen = maxima.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    starts = chosen.sort(dim=-1).values[..., None] * block
-    ids = (starts + torch.arange(block, device=device)).flatten(-2)
-    tail = torch.arange(blocks * block, vocab, device=device)
-    ids = torch.cat([ids, tail.expand(*ids.shape[:-1], -1)], -1)
-    return values.gather(-1, ids), ids
-
-
-def _next_level(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``width`` best of [B, m, width] candidates: tokens, parent rows, scores [B, width]."""
-    if scores.shape[1] == 1:  # one parent: its candidates are the level, already in order
-        return tokens[:, 0], torch.zeros_like(tokens[:, 0]), scores[:, 0]
-    best, order = scores.flatten(1).sort(dim=-1, descending=True, stable=True)
-    order = order[:, :width]
-    return tokens.flatten(1).gather(1, order), order // width, best[:, :width]
