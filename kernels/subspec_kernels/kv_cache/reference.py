@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from subspec_kernels.kv_compact import CacheViews, kv_compact
+
 
 def cache_halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the keys [blocks, kv_heads, dim, block] and values [blocks, kv_heads, block, dim].
@@ -70,9 +72,6 @@ def move_slots(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) 
         source: int64 [n] slots to read.
         target: int64 [n] distinct slots to write.
     """
-    block = cache.shape[2]
     keys, values = cache_halves(cache)
-    moved_keys, moved_values = gather_slots(cache, source)
-    blocks, offsets = target // block, target % block
-    keys[blocks, :, :, offsets] = moved_keys
-    values[blocks, :, offsets] = moved_values
+    for rows in (keys.permute(0, 3, 1, 2), values.transpose(1, 2)):
+        kv_compact(CacheViews([rows]), source[None], target[None])
