@@ -86,14 +86,15 @@ class SubSpecConfig(BaseModel):
     post_speculation: bool = Field(
         default=True, description="draft on while the target's weights stream"
     )
-    bits: Annotated[Literal[4, 6, 8] | None, _AUTO] = Field(
-        default=None, description="bits per weight of every shadow"
+    bits: Annotated[Literal[2, 3, 4, 6, 8, "mxfp4"] | None, _AUTO] = Field(
+        default=None,
+        description="bits per weight of every shadow; 2, 3 and mxfp4 for experiments: slow",
     )
     group_size: Literal[32, 64, 128, 256] = Field(
         default=64, description="weights that share a scale"
     )
     quantizer: Literal["hqq", "rtn"] = Field(
-        default="hqq", description="how 4-bit shadows are made; others round to nearest"
+        default="hqq", description="how 2- to 4-bit shadows are made; others round to nearest"
     )
     resident_layers: Annotated[int | None, _AUTO] = Field(
         default=None, ge=0, description="layers, from the last one back, kept on the fast tier"
@@ -130,6 +131,20 @@ class SubSpecConfig(BaseModel):
             raise ValueError(
                 f"{' and '.join(idle)} would have no effect with stream = 'off': leave it out, or "
                 f"set stream to 'disk'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_bits_out_of_place(self) -> Self:
+        if self.bits in (2, 3, "mxfp4") and self.memory_budget is not None:
+            raise ValueError(
+                f"bits = {self.bits!r} has no CPU kernel, so no plan counts on it: leave "
+                "memory_budget out, or set bits to 4, 6 or 8"
+            )
+        if self.bits == "mxfp4" and self.group_size != 32:
+            raise ValueError(
+                f"bits = 'mxfp4' has groups of 32 by definition, not {self.group_size}: set "
+                "group_size to 32"
             )
         return self
 

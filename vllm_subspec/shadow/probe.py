@@ -65,7 +65,7 @@ def target_flops_per_s(dtype: torch.dtype, weight_bytes: int = _WEIGHT_BYTES) ->
 def _shadows(weight_bytes: int) -> list[ShadowLinear]:
     """Shadows of no weight: a kernel's time does not depend on the codes."""
     fmt = shadow_format(_SETTINGS.bits)
-    row_codes = _IN * _SETTINGS.bits // 8 // fmt.packed_dtype.itemsize
+    row_codes = _IN * fmt.bits // 8 // fmt.packed_dtype.itemsize
     shape = fmt.scales_shape(_OUT, _IN, _SETTINGS.group_size)
     linears: list[ShadowLinear] = []
     while not linears or sum(linear.nbytes for linear in linears) < weight_bytes:
