@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subspec_kernels.kv_cache import cache_halves, gather_context, gather_slots, move_slots
+from subspec_kernels.kv_cache import cache_halves, gather_slots, move_slots, paged_views
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,30 +90,16 @@ def test_gather_slots(case: Case, data: st.DataObject) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(cases, st.data())
-def test_gather_context(case: Case, data: st.DataObject) -> None:
-    cache, block = case.cache(), case.block
-    ids = data.draw(st.permutations(range(case.blocks)))
-    length = data.draw(st.integers(0, case.blocks * block))
-    keys, values = case.rows(length)
-    write(cache, keys, values, [ids[i // block] * block + i % block for i in range(length)])
-    out = torch.full((2, case.kv_heads, length + 2, case.dim), float("nan"), dtype=case.dtype)
-    gather_context(
-        cache, torch.tensor(ids), length, out[0, :, 1 : length + 1], out[1, :, 1 : length + 1]
-    )
-    assert torch.equal(out[0, :, 1 : length + 1], keys.transpose(0, 1))
-    assert torch.equal(out[1, :, 1 : length + 1], values.transpose(0, 1))
-    assert bool(out[:, :, [0, -1]].isnan().all()), "wrote outside the context"
-
-
-def test_gather_context_needs_no_more_blocks_than_the_length_does() -> None:
-    cache = empty_cache(3, 2, 4, 8, torch.float32)
-    keys, values = rows(5, 2, 8, torch.float32, 0)
-    write(cache, keys, values, [8, 9, 10, 11, 0])
-    beyond = torch.tensor([2, 0, 999_999])  # of a block table's unused tail
-    out = torch.empty(2, 2, 5, 8)
-    gather_context(cache, beyond, 5, out[0], out[1])
-    assert torch.equal(out[0], keys.transpose(0, 1))
+@given(cases)
+def test_paged_views(case: Case) -> None:
+    """The same memory as the halves, of a cache that starts and ends within its storage."""
+    cache = torch.randn(case.blocks + 2, case.kv_heads, case.block, 2 * case.dim)[1:-1]
+    for view, half in zip(paged_views(cache), cache_halves(cache), strict=True):
+        assert view.shape == (case.blocks, case.block, case.kv_heads, case.dim)
+        assert view.data_ptr() == half.data_ptr()
+    keys, values = paged_views(cache)
+    assert torch.equal(keys, cache_halves(cache)[0].permute(0, 3, 1, 2))
+    assert torch.equal(values, cache_halves(cache)[1].transpose(1, 2))
 
 
 @settings(deadline=None, max_examples=60)
@@ -158,6 +144,8 @@ def test_only_contiguous_blocks_are_taken() -> None:
     cache = torch.zeros(2, 4, 3, 16).transpose(1, 2)
     with pytest.raises(RuntimeError, match="view"):
         cache_halves(cache)
+    with pytest.raises(ValueError, match="no dense blocks of 4 x 16"):
+        paged_views(cache)
 
 
 VLLM_LAYOUTS = [
@@ -195,10 +183,8 @@ def test_the_layout_is_vllms(isa: str, block: int, dim: int, dtype: torch.dtype)
     assert torch.equal(found_values, values)
     assert untouched(cache, slots.tolist())
 
-    out = torch.full((2, kv_heads, length, dim), float("nan"), dtype=dtype)
-    gather_context(cache, ids, length, out[0], out[1])
-    assert torch.equal(out[0], keys.transpose(0, 1))
-    assert torch.equal(out[1], values.transpose(0, 1))
+    for view, written in zip(paged_views(cache), (keys, values), strict=True):
+        assert torch.equal(view[ids[positions // block], positions % block], written)
 
     moved = torch.randperm(length, generator=generator)[: length // 2]
     move_slots(cache, slots[moved], slots[: len(moved)])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from subspec_kernels.kv_cache import gather_slots
+from subspec_kernels.kv_cache import gather_slots, paged_views
 from subspec_kernels.tree_attention import tree_attention
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -94,7 +94,7 @@ def draft_attention(
     keys, values = scratch.append(index, key.view(kv_shape), value.view(kv_shape))
     out = tree_attention(
         query.view(scratch.num_requests, -1, impl.num_heads, impl.head_size),
-        layer.kv_cache,
+        *paged_views(layer.kv_cache),
         context.block_tables[group],
         context.lengths,
         keys,
@@ -196,7 +196,7 @@ class SubSpecCPUAttentionImpl(CPUAttentionBackendImpl):
             mask = mask & (tree.depths > tree.depths[:, None] - self.sliding_window)
         out = tree_attention(
             query[rows][None],
-            kv_cache,
+            *paged_views(kv_cache),
             metadata.block_table[tree.batch_row][None],
             tree.num_context,
             keys.transpose(0, 1)[None],

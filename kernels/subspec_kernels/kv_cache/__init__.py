@@ -2,9 +2,9 @@
 
 from subspec_kernels.kv_cache.reference import (
     cache_halves,
-    gather_context,
     gather_slots,
     move_slots,
+    paged_views,
 )
 
-__all__ = ["cache_halves", "gather_context", "gather_slots", "move_slots"]
+__all__ = ["cache_halves", "gather_slots", "move_slots", "paged_views"]

@@ -25,30 +25,29 @@ def cache_halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def gather_context(
-    cache: torch.Tensor,
-    block_ids: torch.Tensor,
-    length: int,
-    keys_out: torch.Tensor,
-    values_out: torch.Tensor,
-) -> None:
-    """Copy the first ``length`` positions of one request out of its blocks.
+def paged_views(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as views [blocks, block, kv_heads, dim] of keys and values, as attention takes them.
+
+    Strided in one step each: a draft asks for them once a layer and level.
 
     Args:
-        cache: [blocks, kv_heads, block, 2 * dim].
-        block_ids: int64 [at least ceil(length / block)], the request's blocks in order.
-        length: positions to copy.
-        keys_out: [kv_heads, length, dim], written.
-        values_out: like ``keys_out``.
+        cache: [blocks, kv_heads, block, 2 * dim], each head's block dense.
+
+    Raises:
+        ValueError: a head's block is not dense.
     """
-    block = cache.shape[2]
-    keys, values = cache_halves(cache)
-    used = block_ids[: -(-length // block)]
-    kv_heads, dim = keys.shape[1], keys.shape[2]
-    wide_keys = keys.index_select(0, used).permute(1, 0, 3, 2).reshape(kv_heads, -1, dim)
-    wide_values = values.index_select(0, used).permute(1, 0, 2, 3).reshape(kv_heads, -1, dim)
-    keys_out.copy_(wide_keys[:, :length])
-    values_out.copy_(wide_values[:, :length])
+    blocks, kv_heads, block, two_dim = cache.shape
+    by_block, by_head, by_position, by_dim = cache.stride()
+    if (by_position, by_dim) != (two_dim, 1):
+        raise ValueError(
+            f"a cache with strides {cache.stride()} has no dense blocks of {block} x {two_dim}; "
+            f"pass vLLM's CPU cache as it was allocated"
+        )
+    dim, start = two_dim // 2, cache.storage_offset()
+    shape = (blocks, block, kv_heads, dim)
+    keys = cache.as_strided(shape, (by_block, 1, by_head, block), start)
+    values = cache.as_strided(shape, (by_block, dim, by_head, 1), start + block * dim)
+    return keys, values
 
 
 def gather_slots(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from subspec_kernels.grow_mask import unpack_mask
 from subspec_kernels.native import is_loaded
 from subspec_kernels.tree_attention import reference
 
@@ -12,7 +13,8 @@ __all__ = ["tree_attention"]
 
 def tree_attention(
     query: torch.Tensor,
-    cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
     block_table: torch.Tensor,
     context_lens: torch.Tensor,
     node_keys: torch.Tensor,
@@ -25,10 +27,15 @@ def tree_attention(
 ) -> torch.Tensor:
     """The native op where it is loaded, else plain torch; see ``reference.tree_attention``.
 
-    Plain torch copies the context in each call, which the native op does not.
+    The native op reads the mask in bools: packed words are converted in each call.
     """
-    tensors = (query, cache, block_table, context_lens, node_keys, node_values, mask, levels)
+    tables = (block_table, context_lens, node_keys, node_values)
+    rest = (levels, scale, soft_cap, window)
     if is_loaded() and query.shape[-1] % 16 == 0:
-        out: torch.Tensor = torch.ops.subspec.tree_attention(*tensors, scale, soft_cap, window)
+        if mask.dtype == torch.int64:
+            mask = unpack_mask(mask, node_keys.shape[2])
+        out: torch.Tensor = torch.ops.subspec.tree_attention(
+            query, key_cache, value_cache, *tables, mask, *rest
+        )
         return out
-    return reference.tree_attention(*tensors, scale, soft_cap, window)
+    return reference.tree_attention(query, key_cache, value_cache, *tables, mask, *rest)

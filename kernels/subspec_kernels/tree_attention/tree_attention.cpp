@@ -212,18 +212,39 @@ void attend(Queries& q, Tile& tile, int64_t count, const Rules& rules, bool all_
 
 template <typename T>
 struct Call {
-  const T *query, *cache, *node_keys, *node_values;
+  const T *query, *key_cache, *value_cache, *node_keys, *node_values;
   T* out;
   const int32_t *block_table, *context_lens, *levels;
   const bool* mask;
   int64_t requests, m, heads, dim, kv_heads, block, table_width, nodes;
   int64_t key_strides[3], value_strides[3];  // of [requests, kv_heads, s]
   int64_t mask_strides[3];                   // of [requests, m, s]
-  int64_t query_strides[3], cache_stride;
+  int64_t query_strides[3];
+  int64_t key_block, key_head, key_dim;  // strides of the key cache; its positions lie side by side
+  int64_t value_block, value_head;       // of the value cache; a head's block is dense
   float scale;
   Rules rules;
 
   int64_t group() const { return heads / kv_heads; }
+
+  // A query that sees no node, not even itself, is padding.
+  bool is_padding(int64_t request, int64_t node) const {
+    const bool* seen = mask + request * mask_strides[0] + node * mask_strides[1];
+    for (int64_t i = 0; i < nodes; ++i)
+      if (seen[i * mask_strides[2]]) return false;
+    return true;
+  }
+
+  // The first position that a query looks back to: vLLM may have freed the blocks before it.
+  int64_t first_position(int64_t request) const {
+    if (rules.window < 1) return 0;
+    const int64_t length = context_lens[request];
+    int64_t first = length;
+    for (int64_t node = 0; node < m; ++node)
+      if (!is_padding(request, node))
+        first = std::min(first, length + levels[request * m + node] - rules.window + 1);
+    return std::max<int64_t>(first, 0);
+  }
 
   void load_queries(int64_t request, int64_t head, Queries& q) const {
     for (int64_t row = 0; row < q.rows; ++row) {
@@ -238,17 +259,15 @@ struct Call {
                       Tile& tile) const {
     const int64_t length = context_lens[request];
     const int32_t* level = levels + request * m;
-    // What no query looks back to is not read: vLLM may have freed those blocks.
-    if (rules.window > 0)
-      begin = std::max(begin, length + *std::min_element(level, level + m) - rules.window + 1);
+    begin = std::max(begin, first_position(request));
     while (begin < end) {
       const int64_t offset = begin % block;
       const int64_t count = std::min({end - begin, block - offset, int64_t{kTile}});
       const int64_t id = block_table[request * table_width + begin / block];
-      const T* keys = cache + id * cache_stride + head * block * 2 * dim;
-      const T* values = keys + block * dim;
-      for (int64_t d = 0; d < dim; ++d) widen(keys + d * block + offset, &tile.keys[d * kTile], count);
-      widen(values + offset * dim, tile.values.data(), count * dim);
+      const T* keys = key_cache + id * key_block + head * key_head + offset;
+      const T* values = value_cache + id * value_block + head * value_head + offset * dim;
+      for (int64_t d = 0; d < dim; ++d) widen(keys + d * key_dim, &tile.keys[d * kTile], count);
+      widen(values, tile.values.data(), count * dim);
       attend(q, tile, count, rules, rules.window < 1, [&](int64_t row, int64_t key) {
         return begin + key > length + level[row / group()] - rules.window;
       });
@@ -320,6 +339,10 @@ struct Call {
       }
       const int64_t node = row / group(), h = head * group() + row % group();
       T* to = out + ((request * m + node) * heads + h) * dim;
+      if (is_padding(request, node)) {
+        std::fill(to, to + dim, static_cast<T>(0.0f));
+        continue;
+      }
       for (int64_t d = 0; d < dim; ++d) to[d] = static_cast<T>(merged[d] / sum);
     }
   }
@@ -330,9 +353,10 @@ void copy_strides(const at::Tensor& tensor, int64_t* strides) {
 }
 
 // A block outside the cache would be read from anywhere in memory.
-void check_blocks(const at::Tensor& cache, const at::Tensor& block_table,
+void check_blocks(const at::Tensor& key_cache, const at::Tensor& block_table,
                   const at::Tensor& context_lens) {
-  const int64_t block = cache.size(2), width = block_table.size(1);
+  const int64_t blocks = key_cache.size(0), block = key_cache.size(1);
+  const int64_t width = block_table.size(1);
   const int32_t* table = block_table.const_data_ptr<int32_t>();
   for (int64_t request = 0; request < block_table.size(0); ++request) {
     const int64_t length = context_lens.const_data_ptr<int32_t>()[request];
@@ -340,29 +364,31 @@ void check_blocks(const at::Tensor& cache, const at::Tensor& block_table,
                 " does not fit a block table of ", width, " blocks of ", block);
     for (int64_t i = 0; i * block < length; ++i) {
       const int32_t id = table[request * width + i];
-      TORCH_CHECK(id >= 0 && id < cache.size(0), "block ", id, " of request ", request,
-                  " is outside the cache's ", cache.size(0));
+      TORCH_CHECK(id >= 0 && id < blocks, "block ", id, " of request ", request,
+                  " is outside the cache's ", blocks);
     }
   }
 }
 
-at::Tensor tree_attention(const at::Tensor& query, const at::Tensor& cache,
-                          const at::Tensor& block_table, const at::Tensor& context_lens,
+at::Tensor tree_attention(const at::Tensor& query, const at::Tensor& key_cache,
+                          const at::Tensor& value_cache, const at::Tensor& block_table,
+                          const at::Tensor& context_lens,
                           const at::Tensor& node_keys, const at::Tensor& node_values,
                           const at::Tensor& mask, const at::Tensor& levels, double scale,
                           double soft_cap, int64_t window) {
-  TORCH_CHECK(query.dim() == 4 && cache.dim() == 4 && node_keys.dim() == 4 &&
-                  block_table.dim() == 2,
-              "wrong ranks: queries, cache and nodes have 4 dimensions, the block table 2");
+  TORCH_CHECK(query.dim() == 4 && key_cache.dim() == 4 && value_cache.dim() == 4 &&
+                  node_keys.dim() == 4 && block_table.dim() == 2,
+              "wrong ranks: queries, caches and nodes have 4 dimensions, the block table 2");
   const int64_t requests = query.size(0), m = query.size(1), heads = query.size(2);
-  const int64_t dim = query.size(3), kv_heads = cache.size(1), block = cache.size(2);
+  const int64_t dim = query.size(3), kv_heads = key_cache.size(2), block = key_cache.size(1);
   TORCH_CHECK(requests > 0 && m > 0, "there are no queries");
   TORCH_CHECK(dim % kLanes == 0, "head size ", dim, " is no multiple of ", kLanes);
   TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, heads, " heads do not share ", kv_heads,
               " key heads evenly");
-  TORCH_CHECK(cache.size(3) == 2 * dim && cache.stride(3) == 1, "cache does not fit the queries");
-  TORCH_CHECK((kv_heads == 1 || cache.stride(1) == block * 2 * dim) && cache.stride(2) == 2 * dim,
-              "a cache block must be dense");
+  TORCH_CHECK(key_cache.size(3) == dim && value_cache.sizes() == key_cache.sizes(),
+              "a cache does not fit the queries");
+  TORCH_CHECK(key_cache.stride(1) == 1 && value_cache.stride(1) == dim && value_cache.stride(3) == 1,
+              "a head's block must be dense: its keys [dim, block], its values [block, dim]");
   TORCH_CHECK(node_keys.size(0) == requests && node_keys.size(1) == kv_heads &&
                   node_keys.size(3) == dim && node_values.sizes() == node_keys.sizes(),
               "node keys and values must both be [requests, key heads, nodes, head size]");
@@ -380,17 +406,19 @@ at::Tensor tree_attention(const at::Tensor& query, const at::Tensor& cache,
   TORCH_CHECK(block_table.scalar_type() == at::kInt && context_lens.scalar_type() == at::kInt &&
                   levels.scalar_type() == at::kInt && mask.scalar_type() == at::kBool,
               "tables are int32, the mask is bool");
-  TORCH_CHECK(cache.scalar_type() == query.scalar_type() &&
+  TORCH_CHECK(key_cache.scalar_type() == query.scalar_type() &&
+                  value_cache.scalar_type() == query.scalar_type() &&
                   node_keys.scalar_type() == query.scalar_type() &&
                   node_values.scalar_type() == query.scalar_type(),
               "queries, cache and nodes must have one dtype");
-  check_blocks(cache, block_table, context_lens);
+  check_blocks(key_cache, block_table, context_lens);
   at::Tensor out = at::empty(query.sizes(), query.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kBFloat16, at::kHalf, query.scalar_type(), "tree_attention", [&] {
         Call<scalar_t> call;
         call.query = query.const_data_ptr<scalar_t>();
-        call.cache = cache.const_data_ptr<scalar_t>();
+        call.key_cache = key_cache.const_data_ptr<scalar_t>();
+        call.value_cache = value_cache.const_data_ptr<scalar_t>();
         call.node_keys = node_keys.const_data_ptr<scalar_t>();
         call.node_values = node_values.const_data_ptr<scalar_t>();
         call.out = out.mutable_data_ptr<scalar_t>();
@@ -405,7 +433,9 @@ at::Tensor tree_attention(const at::Tensor& query, const at::Tensor& cache,
         copy_strides(node_keys, call.key_strides);
         copy_strides(node_values, call.value_strides);
         copy_strides(mask, call.mask_strides);
-        call.cache_stride = cache.stride(0);
+        call.key_block = key_cache.stride(0), call.key_head = key_cache.stride(2);
+        call.key_dim = key_cache.stride(3);
+        call.value_block = value_cache.stride(0), call.value_head = value_cache.stride(2);
         call.scale = static_cast<float>(scale);
         call.rules = {static_cast<float>(soft_cap), window};
         call.run();
@@ -417,9 +447,9 @@ at::Tensor tree_attention(const at::Tensor& query, const at::Tensor& cache,
 
 TORCH_LIBRARY_FRAGMENT(subspec, library) {
   library.def(
-      "tree_attention(Tensor query, Tensor cache, Tensor block_table, Tensor context_lens, "
-      "Tensor node_keys, Tensor node_values, Tensor mask, Tensor levels, float scale, "
-      "float soft_cap, int window) -> Tensor");
+      "tree_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+      "Tensor context_lens, Tensor node_keys, Tensor node_values, Tensor mask, Tensor levels, "
+      "float scale, float soft_cap, int window) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(subspec, CPU, library) { library.impl("tree_attention", tree_attention); }
