@@ -25,12 +25,17 @@ def tree_attention(
     soft_cap: float = 0.0,
     window: int = 0,
 ) -> torch.Tensor:
-    """The native op where it is loaded, else plain torch; see ``reference.tree_attention``.
+    """Triton on CUDA; on a CPU the native op where it is loaded, else plain torch.
 
-    The native op reads the mask in bools: packed words are converted in each call.
+    See ``reference.tree_attention``. Triton reads the mask in packed words, the native op in
+    bools: the other form is converted in each call, so callers keep their device's own.
     """
     tables = (block_table, context_lens, node_keys, node_values)
     rest = (levels, scale, soft_cap, window)
+    if query.is_cuda:
+        from subspec_kernels.tree_attention import triton
+
+        return triton.tree_attention(query, key_cache, value_cache, *tables, mask, *rest)
     if is_loaded() and query.shape[-1] % 16 == 0:
         if mask.dtype == torch.int64:
             mask = unpack_mask(mask, node_keys.shape[2])
