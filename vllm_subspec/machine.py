@@ -17,13 +17,14 @@ from vllm_subspec.files import atomic_replace, private_directory
 from vllm_subspec.memory import release_freed_memory
 from vllm_subspec.plan import MachineFigures
 from vllm_subspec.shadow import kernel_status
-from vllm_subspec.shadow.probe import draft_rates, target_flops_per_s
+from vllm_subspec.shadow.probe import call_s, draft_rates, target_flops_per_s
 from vllm_subspec.stream.probe import streaming
 
-# Python, norms, rotary embedding and attention, which no short probe can tell: taken once from the
-# engine's counters, on 2 cores (steps of width 2 and 4 on 135M, 454M and 1.1B; passes of 97 rows).
-STEP_OVERHEAD_S_PER_LAYER = 3.5e-4
-PASS_OVERHEAD_S_PER_LAYER = 1.2e-3
+# Python, norms, rotary embedding and attention of a layer, which no short probe can tell, in calls
+# of an op that does next to nothing: taken once from the engine's counters, on 2 cores where such a
+# call takes 2.8 us (steps of width 4 on 135M and 1.04B: 0.22 and 0.27 ms a layer; passes of 60 rows).
+STEP_OVERHEAD_CALLS_PER_LAYER = 85
+PASS_OVERHEAD_CALLS_PER_LAYER = 290
 
 
 def load_or_measure(directory: Path, dtype: torch.dtype) -> MachineFigures:
@@ -60,7 +61,7 @@ def measure_machine(directory: Path, dtype: torch.dtype) -> MachineFigures:
     Raises:
         SpillError: the disk cannot be written or read.
     """
-    draft = draft_rates()
+    draft, call = draft_rates(), call_s()
     release_freed_memory()
     # Targets compute while the link is busy, which takes cores and memory from them; drafts find
     # the slots full most of the time.
@@ -71,8 +72,8 @@ def measure_machine(directory: Path, dtype: torch.dtype) -> MachineFigures:
         link_bytes_per_s=link_bytes_per_s,
         draft_bytes_per_s=draft.bytes_per_s,
         target_flops_per_s=target,
-        step_overhead_s_per_layer=STEP_OVERHEAD_S_PER_LAYER,
-        pass_overhead_s_per_layer=PASS_OVERHEAD_S_PER_LAYER,
+        step_overhead_s_per_layer=STEP_OVERHEAD_CALLS_PER_LAYER * call,
+        pass_overhead_s_per_layer=PASS_OVERHEAD_CALLS_PER_LAYER * call,
         draft_flops_per_s=draft.flops_per_s,
     )
 

@@ -92,6 +92,7 @@ def test_each_figure_is_what_its_probe_gave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "draft_rates", lambda: probe.DraftRates(2e10, 3e11))
+    monkeypatch.setattr(machine, "call_s", lambda: 1e-6)
     link_is_busy = []
 
     @contextmanager
@@ -107,8 +108,8 @@ def test_each_figure_is_what_its_probe_gave(
         link_bytes_per_s=5e9,
         draft_bytes_per_s=2e10,
         target_flops_per_s=4e11,
-        step_overhead_s_per_layer=machine.STEP_OVERHEAD_S_PER_LAYER,
-        pass_overhead_s_per_layer=machine.PASS_OVERHEAD_S_PER_LAYER,
+        step_overhead_s_per_layer=machine.STEP_OVERHEAD_CALLS_PER_LAYER * 1e-6,
+        pass_overhead_s_per_layer=machine.PASS_OVERHEAD_CALLS_PER_LAYER * 1e-6,
         draft_flops_per_s=3e11,
     )
 
@@ -121,6 +122,26 @@ def test_compute_rates_are_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert low < rates.bytes_per_s < high
     assert rates.flops_per_s == 2 * OUT * IN * 16
     assert probe.target_flops_per_s(torch.float32, weight_bytes=1) == 2 * OUT * IN * 33
+
+
+def test_a_time_is_the_least_of_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs adds to the others."""
+    took = iter([9.0, 3.0, 2.0, 5.0, 4.0, 8.0, 7.0])
+    now = [0.0]
+
+    def clock() -> float:
+        return now[0]
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        now[0] += next(took)
+        return x
+
+    monkeypatch.setattr(probe, "perf_counter", clock)
+    assert probe._seconds_per_linear([linear], torch.ones(1)) == 2.0
+
+
+def test_a_call_without_work_is_short() -> None:
+    assert 0 < probe.call_s() < 1e-2
 
 
 def test_weights_of_the_probe_fill_what_was_asked_for() -> None:

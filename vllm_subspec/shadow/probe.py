@@ -1,6 +1,7 @@
 """How fast this machine multiplies few rows by low-bit weights, and many rows by plain ones.
 
-Weights are larger together than a processor's cache: they come from memory, as a model's do.
+Weights are larger together than a processor's cache: they come from memory, as a model's do. Times
+are the least of several, since whatever else runs can only add to them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from vllm_subspec.shadow.linear import ShadowLinear
 
 _OUT, _IN = 4096, 2048  # of one linear: a layer of a small model has several such
 _FLOPS_PER_ROW = 2.0 * _OUT * _IN
+_LEAST_OUT, _LEAST_IN = 16, 64
 _WEIGHT_BYTES = 320 << 20
 _SETTINGS = ShadowSettings(
     bits=4, group_size=64, quantizer="rtn"
 )  # every machine has a 4-bit kernel
 _FEW_ROWS, _BUSY_ROWS = 4, 16  # bound by reading weights; by products
 _TARGET_ROWS = (17, 33, 65)
-_PASSES = 3
+_PASSES = 6
+_CALLS = 2000
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,23 @@ def target_flops_per_s(dtype: torch.dtype, weight_bytes: int = _WEIGHT_BYTES) ->
     )
 
 
-def _shadows(weight_bytes: int) -> list[ShadowLinear]:
+def call_s() -> float:
+    """Seconds of one call of an op that has next to nothing to do: Python and dispatch."""
+    (shadow,) = _shadows(1, _LEAST_OUT, _LEAST_IN)
+    x = torch.ones(_FEW_ROWS, _LEAST_IN, dtype=torch.bfloat16)
+    return _seconds_per_linear([shadow] * _CALLS, x)
+
+
+def _shadows(weight_bytes: int, rows: int = _OUT, columns: int = _IN) -> list[ShadowLinear]:
     """Shadows of no weight: a kernel's time does not depend on the codes."""
     fmt = shadow_format(_SETTINGS.bits)
-    row_codes = _IN * fmt.bits // 8 // fmt.packed_dtype.itemsize
-    shape = fmt.scales_shape(_OUT, _IN, _SETTINGS.group_size)
+    row_codes = columns * fmt.bits // 8 // fmt.packed_dtype.itemsize
+    shape = fmt.scales_shape(rows, columns, _SETTINGS.group_size)
     linears: list[ShadowLinear] = []
     while not linears or sum(linear.nbytes for linear in linears) < weight_bytes:
         tensors = {
             # Written, since untouched memory is one page of zeros, which stays in the cache.
-            "packed": torch.full((_OUT, row_codes), 0x17, dtype=fmt.packed_dtype),
+            "packed": torch.full((rows, row_codes), 0x17, dtype=fmt.packed_dtype),
             "scales": torch.ones(shape, dtype=fmt.scales_dtype(torch.bfloat16)),
         }
         linears.append(ShadowLinear.from_tensors(tensors, _SETTINGS))
@@ -88,11 +98,11 @@ def _plain_linears(
 def _seconds_per_linear(
     linears: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor
 ) -> float:
-    """Median over a few passes through all of them; the first one warms up."""
+    """The least over a few passes through all of them; the first one warms up."""
     times = []
     for _ in range(1 + _PASSES):
         start = perf_counter()
         for linear in linears:
             linear(x)
         times.append((perf_counter() - start) / len(linears))
-    return median(times[1:])
+    return min(times[1:])
