@@ -22,7 +22,7 @@ from vllm_subspec.stream.probe import streaming
 
 # Python, norms, rotary embedding and attention of a layer, which no short probe can tell, in calls
 # of an op that does next to nothing: taken once from the engine's counters, on 2 cores where such a
-# call takes 2.8 us (steps of width 4 on 135M and 1.04B: 0.22 and 0.27 ms a layer; passes of 60 rows).
+# call takes 2.8 us (4 wide steps of 135M and 1.04B: 0.22 and 0.27 ms a layer; passes of 60 rows).
 STEP_OVERHEAD_CALLS_PER_LAYER = 85
 PASS_OVERHEAD_CALLS_PER_LAYER = 290
 
