@@ -61,8 +61,12 @@ class DraftPolicy:
         return self.shape.max_nodes or self.shape.node_count
 
     @classmethod
-    def of(cls, config: SubSpecConfig, planned: TreeShape | None = None) -> DraftPolicy:
-        """The policy that the settings ask for; what they leave open is as planned, then tuned."""
+    def of(cls, config: SubSpecConfig, ranks: int, planned: TreeShape | None = None) -> DraftPolicy:
+        """The policy that the settings ask for; what they leave open is as planned, then tuned.
+
+        Ranks that share each layer must take every step together, and what is decided by a rank's
+        own clock would part them: neither post-speculation nor tuning is for them.
+        """
         width = config.width or (planned.width if planned else AUTO_WIDTH)
         depth = config.depth or (planned.depth if planned else AUTO_DEPTH)
         most_nodes = config.node_count
@@ -72,8 +76,8 @@ class DraftPolicy:
             TreeShape(width, depth, most_nodes),
             config.draft_temperature,
             config.noise_coupling,
-            config.post_speculation,
-            None if config.depth else deepest(depth),
+            config.post_speculation and ranks == 1,
+            None if config.depth or ranks > 1 else deepest(depth),
         )
 
 

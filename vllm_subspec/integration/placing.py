@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
@@ -14,6 +15,7 @@ from vllm_subspec import envs
 from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.machine import load_or_measure
 from vllm_subspec.plan import (
+    MachineFigures,
     ModelShape,
     Placement,
     Sensitivity,
@@ -59,9 +61,7 @@ def place_model(
         shape,
         parse_budget(config.memory_budget, device_memory_bytes() // ranks_of(vllm_config)),
         kv_bytes,
-        load_or_measure(spill_directory(config), vllm_config.model_config.dtype).throttled(
-            config.emulate_link
-        ),
+        _machine(config, vllm_config).throttled(config.emulate_link),
         (Sensitivity.load_for(directory) if directory.is_dir() else None)
         or Sensitivity.prior(len(layers)),
         bits=config.bits,
@@ -73,8 +73,19 @@ def place_model(
         node_limit=config.node_count,
         available_bits=available_bits(),
         speculate=config.speculate,
-        post_speculation=config.post_speculation,
+        post_speculation=config.post_speculation and ranks_of(vllm_config) == 1,
     )
+
+
+def _machine(config: SubSpecConfig, vllm_config: VllmConfig) -> MachineFigures:
+    """The first rank's figures, on all ranks: they must come to the same plan."""
+    dtype = vllm_config.model_config.dtype
+    if ranks_of(vllm_config) == 1:
+        return load_or_measure(spill_directory(config), dtype)
+    group = get_tp_group()
+    is_first = group.rank_in_group == 0
+    figures = load_or_measure(spill_directory(config), dtype).to_json() if is_first else None
+    return MachineFigures.from_json(group.broadcast_object(figures, src=0))
 
 
 def _place_by_count(config: SubSpecConfig, vllm_config: VllmConfig, num_layers: int) -> Placement:

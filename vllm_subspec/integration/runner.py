@@ -27,6 +27,7 @@ from vllm_subspec.integration.attention import (
 )
 from vllm_subspec.integration.drafter import Drafter, DraftPolicy
 from vllm_subspec.integration.offloader import SubSpecOffloader
+from vllm_subspec.integration.placing import ranks_of
 from vllm_subspec.integration.sampler import TreeRejectionSampler, Verification
 from vllm_subspec.integration.speculation import Speculation, num_reaching_output
 from vllm_subspec.integration.statistics import DraftCounters, SpeculationCounters
@@ -47,6 +48,7 @@ class SubSpecRunnerMixin:
         override_cpu_attention(True)
         super().__init__(vllm_config, device)
         self.subspec_config = SubSpecConfig(**vllm_config.additional_config[CONFIG_KEY])
+        self._ranks = ranks_of(vllm_config)
         self.offloader = SubSpecOffloader(
             self.subspec_config, vllm_config, self.parallel_config.rank
         )
@@ -57,7 +59,7 @@ class SubSpecRunnerMixin:
         if self.subspec_config.speculate:
             self.rejection_sampler = TreeRejectionSampler(self.sampler, vllm_config, device)
             drafter = Drafter(
-                DraftPolicy.of(self.subspec_config),
+                DraftPolicy.of(self.subspec_config, self._ranks),
                 vllm_config,
                 self.offloader.view,
                 self.rejection_sampler.rows,
@@ -78,8 +80,15 @@ class SubSpecRunnerMixin:
             self.offloader.post_init()
             on_failure.pop_all()
         if self.speculation is not None:
+            if self._ranks > 1:
+                logger.info(
+                    "SubSpec: %d ranks draft in step with each other: no post-speculation, and a "
+                    "fixed depth",
+                    self._ranks,
+                )
             planned = self.offloader.placement.tree
-            self.speculation.drafter.set_policy(DraftPolicy.of(self.subspec_config, planned))
+            policy = DraftPolicy.of(self.subspec_config, self._ranks, planned)
+            self.speculation.drafter.set_policy(policy)
         logger.info(self._describe())
 
     def _describe(self) -> str:
@@ -267,7 +276,7 @@ class SubSpecRunnerMixin:
                 was started for.
         """
         config = SubSpecConfig(**self.subspec_config.to_options() | changes)
-        policy = DraftPolicy.of(config, self.offloader.placement.tree)
+        policy = DraftPolicy.of(config, self._ranks, self.offloader.placement.tree)
         if policy.shape.node_count > self.num_spec_tokens:
             raise ConfigError(
                 f"a tree of {policy.shape.node_count} nodes: this engine was started for at most "
