@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from blake3 import blake3
 
 
 def tensor_digest(*tensors: torch.Tensor) -> str:
@@ -19,6 +18,8 @@ def tensor_digest(*tensors: torch.Tensor) -> str:
     Args:
         tensors: CPU tensors of any dtype; a non-contiguous one is copied first.
     """
+    from blake3 import blake3  # here, so that streaming from RAM needs torch alone
+
     hasher = blake3(max_threads=blake3.AUTO)
     for tensor in tensors:
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
