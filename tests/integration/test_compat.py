@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_subspec.errors import VersionError
 from vllm_subspec.integration import (
     attention,
+    cuda_attention,
     linear,
     offloader,
     patches,
@@ -67,14 +68,20 @@ def overrides(ours: type) -> Iterator[tuple[str, str]]:
 def test_every_override_has_a_seam() -> None:
     seams = {(seam.module, seam.name) for seam in SEAMS}
     found = set()
-    for room in (attention, linear, offloader, rows, runner, sampler, worker):
+    for room in (attention, cuda_attention, linear, offloader, rows, runner, sampler, worker):
         for ours in vars(room).values():
             own = inspect.isclass(ours) and ours.__module__ == room.__name__
             if own and not dataclasses.is_dataclass(ours):
                 found |= set(overrides(ours))
-    mixin = runner.SubSpecRunnerMixin
-    as_runner = type("AsRunner", (runner.CPUModelRunner,), dict(vars(mixin)))
-    found |= set(overrides(as_runner))
+    for mixin, base in (
+        (runner.SubSpecRunnerMixin, runner.CPUModelRunner),
+        (attention.TreeAttentionImpl, attention.CPUAttentionBackendImpl),
+        (attention.TreeAttentionImpl, cuda_attention.TritonAttentionImpl),
+        (attention.TreeAttentionImpl, cuda_attention.FlashAttentionImpl),
+        (cuda_attention._EagerAttentionBuilder, cuda_attention.TritonAttentionMetadataBuilder),
+        (cuda_attention._EagerAttentionBuilder, cuda_attention.FlashAttentionMetadataBuilder),
+    ):
+        found |= set(overrides(type("AsOne", (base,), dict(vars(mixin)))))
     assert len(found) > 15
     assert found - seams == set()
 

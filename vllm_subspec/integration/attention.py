@@ -1,17 +1,21 @@
-"""vLLM's CPU attention, plus the two cases it lacks: tree nodes, and drafts with own KV.
+"""vLLM's attention, plus the two cases it lacks: tree nodes, and drafts with own KV.
 
-Metadata of a class of ours marks trees; everything else passes through. Registered over
-``CPU_ATTN`` by vLLM's own ``register_backend`` (v1/attention/backends/registry.py).
+Metadata of a class of ours marks trees; everything else passes through. What any backend of vLLM
+needs for that comes first, its CPU backend after it (the GPUs' are in ``cuda_attention``),
+registered over ``CPU_ATTN`` by vLLM's own ``register_backend``
+(v1/attention/backends/registry.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from subspec_kernels.kv_cache import gather_slots, paged_views
+from subspec_kernels.kv_cache import paged_views
 from subspec_kernels.tree_attention import tree_attention
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -42,13 +46,109 @@ class TreeRows:
     num_context: torch.Tensor
     mask: torch.Tensor
     depths: torch.Tensor
+    _within: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def mask_within(self, window: int) -> torch.Tensor:
+        """The mask as the device's tree attention takes it; computed once per step and window.
+
+        Args:
+            window: positions a row may look back over, itself included; below 1: no limit.
+        """
+        if window not in self._within:
+            self._within[window] = self._limited(window)
+        return self._within[window]
+
+    def _limited(self, window: int) -> torch.Tensor:
+        if window < 1:
+            return self.mask
+        return self.mask & (self.depths > self.depths[:, None] - window)
 
 
 @dataclass
-class TreeAttentionMetadata(CPUAttentionMetadata):
-    """vLLM's metadata of a batch in which some requests verify a tree wider than a chain."""
+class WithTrees:
+    """What metadata of a batch have when some of its requests verify a tree wider than a chain."""
 
-    trees: list[TreeRows] = field(default_factory=list)
+    trees: Sequence[TreeRows] = field(default=(), kw_only=True)
+
+
+@dataclass
+class TreeAttentionMetadata(CPUAttentionMetadata, WithTrees):
+    """vLLM's CPU metadata, with trees."""
+
+
+class TreeAttentionImpl:
+    """Over one of vLLM's attention impls: its own forward, then over again for rows of trees.
+
+    Raises:
+        UnsupportedError: the layer does what tree attention does not.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, used in self._refused():
+            if used:
+                raise UnsupportedError(f"SubSpec does not draft through {name} yet")
+
+    def _refused(self) -> Iterable[tuple[str, bool]]:
+        yield "ALiBi", self.alibi_slopes is not None
+        yield "attention sinks", self.sinks is not None
+        is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        yield "an fp8 KV cache (use --kv-cache-dtype auto)", is_quantized
+        yield "KV sharing between layers", self.kv_sharing_target_layer_name is not None
+
+    @property
+    def window(self) -> int:
+        """Positions a query looks back over, itself included; below 1: no limit."""
+        raise NotImplementedError
+
+    def cache_views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer's cache, both as [blocks, block, kv_heads, dim]."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        args = (output, output_scale, output_block_scale)
+        super().forward(layer, query, key, value, kv_cache, attn_metadata, *args)
+        if isinstance(attn_metadata, WithTrees):
+            for tree in attn_metadata.trees:
+                self._verify(query, key, value, kv_cache, attn_metadata, tree, output)
+        return output
+
+    def _verify(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        tree: TreeRows,
+        output: torch.Tensor,
+    ) -> None:
+        rows = slice(tree.start, tree.start + len(tree.depths))
+        out = tree_attention(
+            query[rows][None],
+            *self.cache_views(kv_cache),
+            metadata.block_table[tree.batch_row][None],
+            tree.num_context,
+            key[rows].transpose(0, 1)[None],
+            value[rows].transpose(0, 1)[None],
+            tree.mask_within(self.window)[None],
+            tree.depths[None],
+            self.scale,
+            self.logits_soft_cap,
+            self.window,
+        )
+        output[rows] = out[0]
 
 
 @dataclass
@@ -94,16 +194,16 @@ def draft_attention(
     keys, values = scratch.append(index, key.view(kv_shape), value.view(kv_shape))
     out = tree_attention(
         query.view(scratch.num_requests, -1, impl.num_heads, impl.head_size),
-        *paged_views(layer.kv_cache),
+        *impl.cache_views(layer.kv_cache),
         context.block_tables[group],
         context.lengths,
         keys,
         values,
-        scratch.mask(impl.sliding_window),
+        scratch.mask(impl.window),
         scratch.levels,
         impl.scale,
         impl.logits_soft_cap,
-        impl.sliding_window,
+        impl.window,
     )
     return out.view(query.shape)
 
@@ -148,63 +248,12 @@ class SubSpecCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         super()._set_isa_to_layers(layer_names)
 
 
-class SubSpecCPUAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's own, then over again for the rows of trees."""
+class SubSpecCPUAttentionImpl(TreeAttentionImpl, CPUAttentionBackendImpl):
+    """vLLM's own on a CPU, and trees."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for name, used in (
-            ("ALiBi", self.alibi_slopes is not None),
-            ("attention sinks", self.sinks is not None),
-            ("an fp8 KV cache (use --kv-cache-dtype auto)", self.is_fp8_kv_cache),
-            ("KV sharing between layers", self.kv_sharing_target_layer_name is not None),
-        ):
-            if used:
-                raise UnsupportedError(f"SubSpec does not draft through {name} yet")
+    @property
+    def window(self) -> int:
+        return self.sliding_window
 
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        args = (output, output_scale, output_block_scale)
-        super().forward(layer, query, key, value, kv_cache, attn_metadata, *args)
-        if type(attn_metadata) is TreeAttentionMetadata:
-            for tree in attn_metadata.trees:
-                self._verify(query, kv_cache, attn_metadata, tree, output)
-        return output
-
-    def _verify(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TreeAttentionMetadata,
-        tree: TreeRows,
-        output: torch.Tensor,
-    ) -> None:
-        rows = slice(tree.start, tree.start + len(tree.depths))
-        keys, values = gather_slots(kv_cache, metadata.slot_mapping[rows])
-        mask = tree.mask
-        if self.sliding_window > 0:
-            mask = mask & (tree.depths > tree.depths[:, None] - self.sliding_window)
-        out = tree_attention(
-            query[rows][None],
-            *paged_views(kv_cache),
-            metadata.block_table[tree.batch_row][None],
-            tree.num_context,
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            mask[None],
-            tree.depths[None],
-            self.scale,
-            self.logits_soft_cap,
-            self.sliding_window,
-        )
-        output[rows] = out[0]
+    def cache_views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return paged_views(kv_cache)

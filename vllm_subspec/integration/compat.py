@@ -31,6 +31,8 @@ class Seam:
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
+_TRITON_ATTN = "vllm.v1.attention.backends.triton_attn"
+_FLASH_ATTN = "vllm.v1.attention.backends.flash_attn"
 _SAMPLER = "vllm.v1.sample.sampler"
 _OFFLOADER = "vllm.model_executor.offloader.base"
 _LINEAR = "vllm.model_executor.layers.linear"
@@ -110,6 +112,40 @@ SEAMS = tuple(
         (
             _CPU_ATTN,
             "CPUAttentionBackendImpl.forward",
+            "self layer query key value kv_cache attn_metadata output",
+        ),
+        (_TRITON_ATTN, "TritonAttentionBackend.get_impl_cls", ""),
+        (_TRITON_ATTN, "TritonAttentionBackend.get_builder_cls", ""),
+        (
+            "vllm.v1.attention.backend",
+            "AttentionMetadataBuilder.get_cudagraph_support",
+            "vllm_config kv_cache_spec",
+        ),
+        (
+            _TRITON_ATTN,
+            "TritonAttentionImpl.__init__",
+            "self num_heads head_size scale num_kv_heads",
+        ),
+        (
+            _TRITON_ATTN,
+            "TritonAttentionImpl.forward",
+            "self layer query key value kv_cache attn_metadata output",
+        ),
+        (_FLASH_ATTN, "FlashAttentionBackend.get_impl_cls", ""),
+        (_FLASH_ATTN, "FlashAttentionBackend.get_builder_cls", ""),
+        (
+            _FLASH_ATTN,
+            "FlashAttentionMetadataBuilder.get_cudagraph_support",
+            "vllm_config kv_cache_spec",
+        ),
+        (
+            _FLASH_ATTN,
+            "FlashAttentionImpl.__init__",
+            "self num_heads head_size scale num_kv_heads",
+        ),
+        (
+            _FLASH_ATTN,
+            "FlashAttentionImpl.forward",
             "self layer query key value kv_cache attn_metadata output",
         ),
         ("vllm.v1.attention.backends.registry", "register_backend", "backend class_path"),
