@@ -24,15 +24,23 @@ from vllm_subspec.integration import (
     sampler,
     worker,
 )
-from vllm_subspec.integration.compat import SEAMS, TESTED_VLLM, Seam, check_vllm, seam_problem
+from vllm_subspec.integration.compat import (
+    CUDA_SEAMS,
+    SEAMS,
+    TESTED_VLLM,
+    Seam,
+    check_vllm,
+    seam_problem,
+)
 from vllm_subspec.integration.plugin import register
 
 pytestmark = pytest.mark.engine
 
 
 def test_every_seam_is_as_the_installed_vllm_has_it() -> None:
-    assert [problem for seam in SEAMS if (problem := seam_problem(seam))] == []
-    assert len({(seam.module, seam.name) for seam in SEAMS}) == len(SEAMS)
+    seams = SEAMS + CUDA_SEAMS
+    assert [problem for seam in seams if (problem := seam_problem(seam))] == []
+    assert len({(seam.module, seam.name) for seam in seams}) == len(seams)
 
 
 @pytest.mark.parametrize("patch", patches.LEDGER, ids=lambda patch: patch.target)
@@ -66,7 +74,7 @@ def overrides(ours: type) -> Iterator[tuple[str, str]]:
 
 
 def test_every_override_has_a_seam() -> None:
-    seams = {(seam.module, seam.name) for seam in SEAMS}
+    seams = {(seam.module, seam.name) for seam in SEAMS + CUDA_SEAMS}
     found = set()
     for room in (attention, cuda_attention, linear, offloader, rows, runner, sampler, worker):
         for ours in vars(room).values():

@@ -114,6 +114,29 @@ SEAMS = tuple(
             "CPUAttentionBackendImpl.forward",
             "self layer query key value kv_cache attn_metadata output",
         ),
+        ("vllm.v1.attention.backends.registry", "register_backend", "backend class_path"),
+        (
+            "vllm.v1.attention.selector",
+            "_cached_get_attn_backend",
+            "backend attn_selector_config num_heads",
+        ),
+        # weights
+        (_OFFLOADER, "BaseOffloader.wrap_modules", "self modules_generator prefix"),
+        (_OFFLOADER, "BaseOffloader.post_init", "self"),
+        (_OFFLOADER, "set_offloader", "instance"),
+        (_LINEAR, "LinearMethodBase.create_weights", "self layer"),
+        (_LINEAR, "LinearMethodBase.apply", "self layer x bias"),
+        (
+            "vllm.model_executor.layers.quantization.base_config",
+            "QuantizeMethodBase.process_weights_after_loading",
+            "self layer",
+        ),
+    )
+)
+
+CUDA_SEAMS = tuple(
+    Seam(module, name, tuple(parameters.split()))
+    for module, name, parameters in (
         (_TRITON_ATTN, "TritonAttentionBackend.get_impl_cls", ""),
         (_TRITON_ATTN, "TritonAttentionBackend.get_builder_cls", ""),
         (
@@ -148,25 +171,9 @@ SEAMS = tuple(
             "FlashAttentionImpl.forward",
             "self layer query key value kv_cache attn_metadata output",
         ),
-        ("vllm.v1.attention.backends.registry", "register_backend", "backend class_path"),
-        (
-            "vllm.v1.attention.selector",
-            "_cached_get_attn_backend",
-            "backend attn_selector_config num_heads",
-        ),
-        # weights
-        (_OFFLOADER, "BaseOffloader.wrap_modules", "self modules_generator prefix"),
-        (_OFFLOADER, "BaseOffloader.post_init", "self"),
-        (_OFFLOADER, "set_offloader", "instance"),
-        (_LINEAR, "LinearMethodBase.create_weights", "self layer"),
-        (_LINEAR, "LinearMethodBase.apply", "self layer x bias"),
-        (
-            "vllm.model_executor.layers.quantization.base_config",
-            "QuantizeMethodBase.process_weights_after_loading",
-            "self layer",
-        ),
     )
 )
+"""Those of ``cuda_attention``: no business of a CPU's start, which would import GPU backends."""
 
 
 def check_vllm() -> None:
