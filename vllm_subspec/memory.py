@@ -1,8 +1,12 @@
-"""Giving freed memory back to the system."""
+"""What the allocator keeps of freed memory, and how it is given back to the system."""
 
 from __future__ import annotations
 
 import ctypes
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+LARGE_BYTES = 4 << 20
+"""A row of logits for a whole tree is larger, an activation of one layer is not."""
 
 _PROCESS = ctypes.CDLL(None)  # symbols of the C library and of a preloaded allocator
 
@@ -17,3 +21,14 @@ def release_freed_memory() -> None:
         _PROCESS.MallocExtension_ReleaseFreeMemory()
     elif hasattr(_PROCESS, "malloc_trim"):  # glibc
         _PROCESS.malloc_trim(0)
+
+
+def map_large_blocks() -> None:
+    """Let the allocator map blocks of ``LARGE_BYTES`` and more on their own, for this process.
+
+    glibc begins so, but each large block that is freed raises the bound, up to 32 MiB. Then logits
+    lie in the heap between what stays, no freed piece fits the next, and the process grows for as
+    long as batches differ. Elsewhere nothing happens.
+    """
+    if hasattr(_PROCESS, "mallopt"):
+        _PROCESS.mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

@@ -8,6 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_subspec.errors import UnsupportedError
 from vllm_subspec.integration.runner import SubSpecCPUModelRunner
+from vllm_subspec.memory import map_large_blocks
 
 
 class SubSpecCPUWorker(CPUWorker):
@@ -20,6 +21,7 @@ class SubSpecCPUWorker(CPUWorker):
         building it twice costs milliseconds.
         """
         super().init_device()
+        map_large_blocks()
         self.model_runner = SubSpecCPUModelRunner(self.vllm_config, self.device)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -16,9 +16,8 @@ class CacheViews:
     """Caches whose rows move together; made once, used for every ``kv_compact``.
 
     Slot ``s`` of a cache is row ``s % block`` of block ``s // block``. Strides are free, so views
-    express vLLM's layouts: for FlashAttention's [2, blocks, block, kv_heads, dim] they are
-    ``cache[0]`` and ``cache[1]`` of every layer, for [blocks, 2, block, kv_heads, dim]
-    ``cache[:, 0]`` and ``cache[:, 1]``, on CPU permuted views of ``kv_cache.cache_halves``.
+    express vLLM's layouts: on a GPU, [blocks, kv_heads, block, 2 * dim] by name, they are both
+    halves of ``cache.transpose(1, 2)`` of every layer, on a CPU ``kv_cache.paged_views``.
 
     Args:
         caches: keys and values of layers that share a block table, [blocks, block, kv_heads, dim]
