@@ -17,6 +17,14 @@ def cache_dir() -> Path:
     return Path(base) / "vllm-subspec"
 
 
+def limit_onednn_kernels(count: int) -> None:
+    """Let oneDNN keep ``count`` compiled products: ``ONEDNN_PRIMITIVE_CACHE_CAPACITY``, if not set.
+
+    It reads that at its first product in a process; later calls have no effect.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(count))
+
+
 def allow_untested_vllm() -> bool:
     """``SUBSPEC_ALLOW_UNTESTED_VLLM=1`` lets SubSpec run outside the tested vLLM range."""
     return os.environ.get("SUBSPEC_ALLOW_UNTESTED_VLLM", "0") == "1"

@@ -1,14 +1,18 @@
-"""What the allocator keeps of freed memory, and how it is given back to the system."""
+"""What stays resident without being in use, and how it is given back to the system."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+
+import torch
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 LARGE_BYTES = 4 << 20
 """A row of logits for a whole tree is larger, an activation of one layer is not."""
 
-_PROCESS = ctypes.CDLL(None)  # symbols of the C library and of a preloaded allocator
+# Symbols of the C library and of a preloaded allocator.
+_PROCESS = ctypes.CDLL(None, use_errno=True)
 
 
 def release_freed_memory() -> None:
@@ -32,3 +36,20 @@ def map_large_blocks() -> None:
     """
     if hasattr(_PROCESS, "mallopt"):
         _PROCESS.mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def unmap_pages(tensor: torch.Tensor) -> None:
+    """Take the pages of a file's mapping from this process; the next read maps them again.
+
+    They stay in the page cache, as long as the system has room.
+
+    Args:
+        tensor: what `Spill.map` gave, never written to.
+
+    Raises:
+        OSError: its memory is no mapping.
+    """
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = tensor.data_ptr() + tensor.nbytes - first
+    if _PROCESS.madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise")

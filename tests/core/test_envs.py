@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def test_each_variable_is_documented_where_it_is_read() -> None:
                 assert f"``{name}" in (function.__doc__ or ""), f"{name} is not documented"
             found |= names
     assert found >= {"SUBSPEC_CACHE", "XDG_CACHE_HOME", "SUBSPEC_ALLOW_UNTESTED_VLLM"}
+
+
+def test_a_user_s_count_of_kernels_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    monkeypatch.setenv(name, "7")
+    envs.limit_onednn_kernels(64)
+    assert os.environ[name] == "7"
+    monkeypatch.delenv(name)
+    envs.limit_onednn_kernels(64)
+    assert os.environ[name] == "64"
 
 
 def test_no_other_file_reads_the_environment() -> None:

@@ -1,9 +1,15 @@
-"""Freed memory goes back to the system."""
+"""Memory that is not in use goes back to the system."""
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
+from pathlib import Path
+
+import torch
+
+from vllm_subspec.memory import unmap_pages
 
 SCRIPT = """
 import ctypes
@@ -52,6 +58,28 @@ before = num_mapped()
 libc.malloc(LARGE_BYTES)
 print(num_mapped() - before)
 """
+
+
+def resident() -> int:
+    """KiB of the file "table" that this process has mapped in."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.endswith("/table"):
+            return next(int(rest.split()[1]) for rest in lines if rest.startswith("Rss:"))
+    raise AssertionError("not mapped")
+
+
+def test_pages_of_a_mapping_are_given_up_and_read_again(tmp_path: Path) -> None:
+    expected = torch.arange(1 << 20, dtype=torch.int32)
+    (tmp_path / "table").write_bytes(expected.numpy().tobytes())
+    with (tmp_path / "table").open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    table = torch.frombuffer(mapping, dtype=torch.int32)[100:]
+    assert torch.equal(table, expected[100:])
+    assert resident() == 4096
+    unmap_pages(table)
+    assert resident() == 0
+    assert torch.equal(table[7000:], expected[7100:])
 
 
 def test_large_blocks_stay_out_of_the_heap() -> None:

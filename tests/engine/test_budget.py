@@ -19,7 +19,7 @@ MIB = 1 << 20
 # memory than its rows' cache, is better streamed and drafted by its shadow.
 MACHINE = replace(DEFAULT, draft_bytes_per_s=3e8)
 BUDGET = {"memory_budget": "20MiB"}
-ROOM = {"kv_cache_memory_bytes": 8 * MIB, "max_model_len": 320}
+ROOM = {"kv_cache_memory_bytes": 8 * MIB, "max_model_len": 320, "max_num_seqs": 2}
 SETTINGS = {
     "planned": {},
     "4-bits": {"bits": 4, "width": 3, "depth": 6},

@@ -20,7 +20,7 @@ def deepest(depth: int) -> int:
 
 _MEMORY = 0.97  # weight of what was known, per pass: about the last 30 passes count
 _PATIENCE = 8  # passes between two changes
-_GAIN = 1.02  # what another depth must promise to be taken: noise shall not move it
+_SLACK = 1.02  # what the fastest depth may be ahead of the one that is taken
 _RETRY = 64  # passes after which levels that no tree reached any more are forgotten: drafts change
 _START = 0.95  # a level is accepted so often where nothing is known
 
@@ -39,9 +39,11 @@ class _Average:
 
 @dataclass
 class DepthTuner:
-    """Chooses the depth with the most expected tokens a second.
+    """Chooses the shallowest depth with nearly the most expected tokens a second.
 
-    Only speed depends on it: outputs are the target's whatever the tree.
+    The rate is flat about its maximum: the last few levels gain about what they cost, and that is
+    time in which the link idles and no other request is served. Only speed depends on the depth:
+    outputs are the target's whatever the tree.
 
     Args:
         depth: to begin with.
@@ -103,7 +105,8 @@ class DepthTuner:
         return self._levels[min(level, len(self._levels) - 1)].value
 
     def _choose(self) -> None:
-        best = max(range(1, self.most + 1), key=self.expected_rate)
-        if self.expected_rate(best) > _GAIN * self.expected_rate(self.depth):
-            # Levels beyond the tried ones are a guess: go there step by step.
-            self.depth = min(best, self.depth + max(2, self.depth // 2))
+        rates = [self.expected_rate(depth) for depth in range(1, self.most + 1)]
+        enough = max(rates) / _SLACK
+        shallowest = 1 + next(at for at, rate in enumerate(rates) if rate >= enough)
+        # Levels beyond the tried ones are a guess: go there step by step.
+        self.depth = min(shallowest, self.depth + max(2, self.depth // 2))

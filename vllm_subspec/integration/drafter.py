@@ -324,7 +324,8 @@ class Drafter:
         self.counters.started_drafts += 1
         policy = self.policy
         deepest = policy.most_depth or policy.shape.depth
-        num_slots = 1 + policy.shape.width * (2 if policy.post_speculation else 1) * deepest
+        trees = 2 if policy.post_speculation and len(requests) == 1 else 1
+        num_slots = 1 + policy.shape.width * trees * deepest
         self._scratch.begin(self._heads, len(requests), num_slots)
         self._take_context(requests)
         roots = torch.tensor([request.committed[-1] for request in requests])

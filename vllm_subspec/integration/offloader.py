@@ -334,6 +334,7 @@ class SubSpecOffloader(BaseOffloader):
             if self._maps_embedding:
                 assert self.vocabulary.embedding is not None
                 self.vocabulary.embedding.weight.data = spill.map("embedding")
+                self.vocabulary.embedding.quant_method.is_mapped = True
             store = DiskStore(spill, emulate_bytes_per_s=self.config.emulate_link)
             self.streamer = LayerStreamer(
                 store, self._spill_layout, self._placement.num_slots, timeline=self.timeline

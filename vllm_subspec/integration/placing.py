@@ -64,6 +64,7 @@ def place_model(
         _machine(config, vllm_config).throttled(config.emulate_link),
         (Sensitivity.load_for(directory) if directory.is_dir() else None)
         or Sensitivity.prior(len(layers)),
+        sequences=_sequences(vllm_config, kv_bytes),
         bits=config.bits,
         resident_layers=config.resident_layers,
         slots=config.slots,
@@ -75,6 +76,12 @@ def place_model(
         speculate=config.speculate,
         post_speculation=config.post_speculation and ranks_of(vllm_config) == 1,
     )
+
+
+def _sequences(vllm_config: VllmConfig, kv_bytes: int) -> int:
+    """How many the KV cache can hold at their full length, and the scheduler runs at once."""
+    each = vllm_config.model_config.max_model_len * kv_bytes_per_token(vllm_config)
+    return max(1, min(vllm_config.scheduler_config.max_num_seqs, kv_bytes // each))
 
 
 def _machine(config: SubSpecConfig, vllm_config: VllmConfig) -> MachineFigures:

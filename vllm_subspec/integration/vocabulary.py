@@ -22,7 +22,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_subspec.integration.linear import View
+from vllm_subspec.memory import unmap_pages
+from vllm_subspec.plan.ledger import EMBEDDING_CACHE_BYTES
 from vllm_subspec.shadow import ShadowLinear
+
+_LOOKUPS = EMBEDDING_CACHE_BYTES // (64 << 10)
+"""Rows of a mapped table after which its pages are given up: a miss maps 64 KiB around it."""
 
 Stream = Callable[[], Iterator[torch.Tensor]]
 
@@ -109,6 +114,7 @@ class VocabularyMethod(QuantizeMethodBase):
         shadow: of the head, for draft view.
         stream: gives the head's row pieces [rows, hidden] in order, each valid until the next is
             asked for; ``None`` where the head stays.
+        is_mapped: the weight is a file's mapping, of which ``EMBEDDING_CACHE_BYTES`` may stay.
         keeps_plain: leave the weight as it was loaded. vLLM packs a copy of it otherwise, of the
             table even, which no budget has room for.
     """
@@ -119,7 +125,9 @@ class VocabularyMethod(QuantizeMethodBase):
         self._finish = finish
         self.shadow: ShadowLinear | None = None
         self.stream: Stream | None = None
+        self.is_mapped = False
         self.keeps_plain = False
+        self._num_lookups = 0
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         self.inner.create_weights(*args, **kwargs)
@@ -130,7 +138,13 @@ class VocabularyMethod(QuantizeMethodBase):
             self.inner.process_weights_after_loading(layer)
 
     def embedding(self, layer: nn.Module, input_: torch.Tensor) -> torch.Tensor:
-        return self.inner.embedding(layer, input_)
+        rows = self.inner.embedding(layer, input_)
+        if self.is_mapped:
+            self._num_lookups += input_.numel()
+            if self._num_lookups >= _LOOKUPS:
+                unmap_pages(layer.weight)
+                self._num_lookups = 0
+        return rows
 
     def tie_weights(self, layer: nn.Module, embed_tokens: VocabParallelEmbedding) -> nn.Module:
         return self.inner.tie_weights(layer, embed_tokens)
@@ -141,7 +155,11 @@ class VocabularyMethod(QuantizeMethodBase):
         if self._view.drafting and self.shadow is not None:
             return self.shadow(x, bias)
         if self.stream is not None:
-            logits = torch.cat([F.linear(x, piece) for piece in self.stream()], dim=-1)
+            logits = x.new_empty(*x.shape[:-1], layer.num_embeddings_per_partition)
+            first = 0
+            for piece in self.stream():
+                logits[..., first : first + len(piece)] = F.linear(x, piece)
+                first += len(piece)
             return logits if bias is None else logits + bias
         if self.keeps_plain:
             return F.linear(x, layer.weight, bias)

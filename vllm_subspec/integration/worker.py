@@ -6,9 +6,14 @@ from typing import Any, NoReturn
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_subspec import envs
 from vllm_subspec.errors import UnsupportedError
 from vllm_subspec.integration.runner import SubSpecCPUModelRunner
 from vllm_subspec.memory import map_large_blocks
+
+ONEDNN_KERNELS = 64
+"""Kept of oneDNN's products: it compiles one for each number of rows and shape of weight, a
+quarter of a megabyte, and keeps 1024 by itself. Some six shapes at ten numbers of rows suffice."""
 
 
 class SubSpecCPUWorker(CPUWorker):
@@ -22,6 +27,7 @@ class SubSpecCPUWorker(CPUWorker):
         """
         super().init_device()
         map_large_blocks()
+        envs.limit_onednn_kernels(ONEDNN_KERNELS)
         self.model_runner = SubSpecCPUModelRunner(self.vllm_config, self.device)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -14,7 +14,7 @@ EMBEDDING_CACHE_BYTES = 8 << 20
 """Pages of a memory-mapped embedding table that stay in RAM; the rows of common tokens."""
 
 LOGIT_BYTES = 4
-"""Logits are compared in float32."""
+"""The head's results in BF16, and what is made of them; with an FP32 model, they themselves."""
 
 
 def shadow_bytes(unit: Unit, bits: int) -> int:
@@ -34,13 +34,19 @@ def embedding_bytes(shape: ModelShape, head_streamed: bool) -> int:
     return min(shape.embedding_bytes, EMBEDDING_CACHE_BYTES)
 
 
-def scratch_bytes(shape: ModelShape, grown: int, verified: int) -> int:
-    """Bytes of a draft: keys and values of ``grown`` nodes, logits of ``verified`` ones and root.
+def scratch_bytes(shape: ModelShape, grown: int, verified: int, sequences: int) -> int:
+    """Bytes of drafts: keys and values of their nodes, logits of those that are verified.
 
-    Each grown node, and the root of each tree, has its own scratch slot.
+    Each node, and the root of each tree, has its own scratch slot.
+
+    Args:
+        shape: of the model.
+        grown: nodes, of all sequences together.
+        verified: nodes of each sequence.
+        sequences: drafted for at once.
     """
-    logits = (verified + 1) * shape.vocab_size * LOGIT_BYTES
-    return (grown + 1) * shape.kv_bytes_per_token + logits
+    logits = sequences * (verified + 1) * shape.vocab_size * LOGIT_BYTES
+    return (grown + sequences) * shape.kv_bytes_per_token + logits
 
 
 def ledger(

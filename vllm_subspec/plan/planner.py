@@ -33,6 +33,7 @@ def plan(
     machine: MachineFigures,
     sensitivity: Sensitivity,
     *,
+    sequences: int = 1,
     bits: int | str | None = None,
     resident_layers: int | None = None,
     slots: int | None = None,
@@ -52,6 +53,7 @@ def plan(
         kv_bytes: KV cache wanted, context times sequences.
         machine: measured, or ``machine.DEFAULT``.
         sensitivity: measured, or ``Sensitivity.prior``.
+        sequences: drafted for at once; each needs scratch. The prediction is for one alone.
         bits: the same for every shadow; None spreads ``available_bits``.
         resident_layers: exactly so many, from the last one back.
         slots: as many, unless fewer units are streamed.
@@ -68,7 +70,7 @@ def plan(
         ConfigError: an explicit value is out of range, or ``sensitivity`` is of another model.
     """
     wishes = Wishes(
-        bits, resident_layers, slots, width, depth, max_nodes, node_limit,
+        sequences, bits, resident_layers, slots, width, depth, max_nodes, node_limit,
         available_bits, speculate, post_speculation,
     )  # fmt: skip
     if sensitivity.num_layers != len(shape.layers):
@@ -198,12 +200,18 @@ class _Search:
         )
 
     def _scratch(self, trees: Trees) -> Values:
-        # An extension grows beside the tree that the pass verifies.
-        copies = 2 if self._wishes.post_speculation else 1
-        deepest_of = deepest if self._wishes.depth is None else int
+        wishes = self._wishes
+        # Of one sequence alone, an extension grows beside the tree that the pass verifies.
+        trees_at_once = max(wishes.sequences, 2 if wishes.post_speculation else 1)
+        deepest_of = deepest if wishes.depth is None else int
         depths = np.array([deepest_of(int(depth)) for depth in trees.depth])
-        grown = zip(copies * trees.width * depths, trees.nodes, strict=True)
-        return np.array([ledger.scratch_bytes(self._shape, int(g), int(n)) for g, n in grown])
+        grown = trees_at_once * trees.width * depths
+        return np.array(
+            [
+                ledger.scratch_bytes(self._shape, int(g), int(n), wishes.sequences)
+                for g, n in zip(grown, trees.nodes, strict=True)
+            ]
+        )
 
     def _cycle(self, frame: _Frame, trees: Trees, kl: Values, shadows: Values) -> Cycle:
         work = self._work(frame)

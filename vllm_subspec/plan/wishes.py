@@ -25,6 +25,7 @@ class Wishes:
         ConfigError: a value is unknown or out of range, or available_bits lack ``bits``.
     """
 
+    sequences: int
     bits: int | str | None
     resident_layers: int | None
     slots: int | None
@@ -37,6 +38,8 @@ class Wishes:
     post_speculation: bool
 
     def __post_init__(self) -> None:
+        if self.sequences < 1:
+            raise ConfigError(f"sequences {self.sequences}: plan for one at least")
         known = ", ".join(map(str, SHADOW_BITS))
         if not self.available_bits or set(self.available_bits) - set(SHADOW_BITS):
             raise ConfigError(f"available_bits {self.available_bits!r}: choose some of {known}")

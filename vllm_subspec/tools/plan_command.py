@@ -101,6 +101,7 @@ class Question:
             shape.kv_bytes_per_token * self.context * self.sequences,
             machine,
             sensitivity,
+            sequences=self.sequences,
             bits=config.bits,
             resident_layers=config.resident_layers,
             slots=config.slots,
