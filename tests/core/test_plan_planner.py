@@ -250,8 +250,8 @@ def test_shadows_and_scratch_by_hand() -> None:
     assert [shadow_bytes(million, bits) for bits in (4, 6, 8)] == [562_500, 781_250, 1_031_250]
     assert shadow_bytes(unit("odd", 3), 4) == 2
     # Six nodes and a root of 512 bytes each; logits of four nodes and the root.
-    assert scratch_bytes(EVEN, 6, 4, 1) == 7 * 512 + 5 * 20_000 * 4
-    assert scratch_bytes(EVEN, 18, 4, 3) == 21 * 512 + 3 * 5 * 20_000 * 4
+    assert scratch_bytes(EVEN, 6, 4, 1) == 7 * 512 + 5 * 20_000 * 6
+    assert scratch_bytes(EVEN, 18, 4, 3) == 21 * 512 + 3 * 5 * 20_000 * 6
     tree = {"width": 2, "depth": 4, "max_nodes": 5}
     for post, sequences, grown in ((False, 1, 8), (True, 1, 16), (True, 2, 16), (True, 3, 24)):
         found = planned(EVEN, 10**9, post_speculation=post, sequences=sequences, **tree)

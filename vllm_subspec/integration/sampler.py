@@ -116,7 +116,7 @@ class _Draw:
         """
         trees = self.verification.trees
         if self._plain_greedy():
-            best = self.owner.sampler.greedy_sample(self.logits)
+            best = self.owner.sampler.greedy_sample(self.logits.float())
             for tree, start, logit_start in zip(
                 trees, self.starts, self.logit_starts, strict=False
             ):

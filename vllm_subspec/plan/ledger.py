@@ -13,8 +13,8 @@ SHADOW_BITS = {4: 4.5, 6: 6.25, 8: 8.25}
 EMBEDDING_CACHE_BYTES = 8 << 20
 """Pages of a memory-mapped embedding table that stay in RAM; the rows of common tokens."""
 
-LOGIT_BYTES = 4
-"""The head's results in BF16, and what is made of them; with an FP32 model, they themselves."""
+LOGIT_BYTES = 6
+"""The head's results in BF16, and in FP32, in which they are compared."""
 
 
 def shadow_bytes(unit: Unit, bits: int) -> int:
