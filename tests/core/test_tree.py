@@ -177,6 +177,20 @@ def test_prune_keeps_the_best_nodes_and_their_ancestors_in_order(tree, max_nodes
     assert as_rows(pruned) == [rows[node] for node in sorted(best)]
 
 
+@FIXED
+@given(trees)
+def test_least_nodes_are_what_prune_must_keep(tree):
+    tokens = tree.tokens.tolist()
+    for node in range(len(tree)):
+        path = [tokens[at] for at in path_of(tree, node)]
+        least = tree.least_nodes([*path, -7])  # and on, out of the tree
+        assert len(least) == len(path)
+        for level, count in enumerate(least, start=1):
+            assert len(tree.prune(count).least_nodes(path)) >= level
+            assert len(tree.prune(count - 1).least_nodes(path)) < level
+    assert tree.least_nodes([]) == tree.least_nodes([-7]) == []
+
+
 GOOD = Tree(
     torch.tensor([5, 6, 5]),
     torch.tensor([-1, -1, 0]),

@@ -1,4 +1,5 @@
-"""Drafting while weights stream (post-speculation), and live depth: the tokens stay plain vLLM's.
+"""Drafting while weights stream (post-speculation), live depth, and stepping aside: the tokens
+stay plain vLLM's.
 
 The link is throttled, so that a pass waits for its weights and steps really overlap. The pool is
 small, so that preemption strikes while a tree grows.
@@ -6,7 +7,13 @@ small, so that preemption strikes while a tree grows.
 
 from __future__ import annotations
 
+import logging
+from random import Random
+from types import SimpleNamespace
+
 import pytest
+
+from vllm_subspec.draft.tuning import DepthTuner
 
 pytestmark = pytest.mark.engine
 
@@ -120,8 +127,76 @@ def test_only_an_open_depth_is_tuned(engine):
     """After all that was served above."""
     config, drafter = engine.runner.subspec_config, engine.runner.speculation.drafter
     if config.depth is None:
-        assert 1 <= drafter.depth <= drafter.policy.most_depth
-        assert drafter.depth != drafter.policy.shape.depth
+        cut = drafter.pacing.tuner.next_cut(1)
+        assert 0 <= cut.depth <= drafter.policy.most_depth
+        assert cut.depth != drafter.policy.shape.depth
         assert engine.statistics()["followed_drafts"] > 0
     else:
-        assert drafter.depth == config.depth
+        assert drafter.pacing.tuner is None
+        assert engine.statistics()["fallback_stepped_aside"] == 0
+
+
+class Told(DepthTuner):
+    """Live acceptance, and seconds as the test has them."""
+
+    step_s, pass_s = 0.0, 1.0
+
+    def observe_draft(self, sequences, steps, seconds):
+        super().observe_draft(sequences, steps, steps * self.step_s)
+
+    def observe_pass(self, rows, seconds, hidden_steps, outcomes):
+        super().observe_pass(rows, self.pass_s, hidden_steps, outcomes)
+
+
+@pytest.fixture
+def told(engine, monkeypatch):
+    """The tuner of the engine at hand, fresh; ``None`` where the depth is fixed."""
+    drafter = engine.runner.speculation.drafter
+    monkeypatch.setattr("vllm_subspec.integration.drafter.DepthTuner", Told)
+    monkeypatch.setattr(drafter, "_pacings", {})
+    drafter.set_policy(drafter.policy)
+    return drafter.pacing.tuner
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """What SubSpec says at level INFO."""
+    lines = []
+    logger = logging.getLogger("vllm.subspec")
+    monkeypatch.setattr(logger, "info", lambda text, *args: lines.append(text % args))
+    return lines
+
+
+def test_stepping_aside_and_coming_back(engine, cases, expected, counted, told, logged):
+    """Draft steps become too slow, and then fast again."""
+    if told is None:
+        return
+    told.step_s = 100.0
+    passes = counted("target_passes")
+    assert engine.batch(cases["arrivals"]) == expected["arrivals"]
+    assert told.is_aside
+    undrafted = counted("fallback_stepped_aside")
+    assert 0 < undrafted < counted("target_passes") - passes
+    assert engine.singly(cases["sampled"]) == expected["sampled"]
+    assert counted("fallback_stepped_aside") > undrafted
+    told.step_s, undrafted = 1e-3, counted("fallback_stepped_aside")
+    assert engine.staggered(cases["crowd"], every=3) == expected["crowd"]
+    assert not told.is_aside
+    assert [line.split(":")[0] for line in logged] == [
+        "SubSpec steps aside, since few drafts are accepted",
+        "SubSpec drafts again",
+    ]
+
+
+def test_drafts_and_plain_passes_in_any_turn(engine, cases, expected, told, monkeypatch):
+    """Whatever is decided, and while a tree grows in a pass: the tokens stay the same."""
+    if told is None:
+        return
+    random = Random(0)
+    monkeypatch.setattr(told, "_aside", SimpleNamespace(is_aside=False))
+    told._aside.drafts = lambda drafting, plain: random.random() < 0.6
+    for name in ("greedy", "sampled", "penalties"):
+        assert engine.singly(cases[name]) == expected[name]
+    for every in (1, 3):
+        assert engine.staggered(cases["arrivals"], every) == expected["arrivals"]
+    assert engine.statistics()["followed_drafts"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,10 +110,30 @@ class Tree:
         """
         if len(self) <= max_nodes:
             return self
-        ranked = self.scores.sort(descending=True, stable=True).indices
+        ranked = self._best_first()
         kept = torch.zeros(len(self), dtype=torch.bool, device=ranked.device)
         kept[ranked[:max_nodes]] = True
         return self.select(kept)
+
+    def least_nodes(self, tokens: Sequence[int]) -> list[int]:
+        """For each node on the path ``tokens``, how many nodes ``prune`` must keep to keep it.
+
+        They grow along the path, which ends where the tree does.
+        """
+        ranks = torch.empty_like(self.tokens)
+        ranks[self._best_first()] = torch.arange(1, len(self) + 1, device=ranks.device)
+        children = zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
+        found = dict(zip(children, zip(range(len(self)), ranks.tolist(), strict=True), strict=True))
+        at, least = -1, []
+        for token in tokens:
+            if (at, token) not in found:
+                break
+            at, rank = found[at, token]
+            least.append(rank)
+        return least
+
+    def _best_first(self) -> Tensor:
+        return self.scores.sort(descending=True, stable=True).indices
 
     def select(self, kept: Tensor) -> Tree:
         """The nodes where ``kept`` (bool [n]) is true; a kept node's parent must be kept too."""

@@ -1,14 +1,24 @@
-"""How deep to draft: from what levels were accepted and what steps and passes took, live.
+"""How much to draft for each running request: levels and nodes, perhaps none; learnt live.
 
-A deeper tree commits more tokens a pass and costs more steps. With S(l) the share of passes that
-accept level l, one sequence commits tau = 1 + sum S(l) tokens in a cycle of one pass and the steps
-that the pass does not hide. A tree that was followed (its best path accepted, and on into what grew
-during the pass) begins with those levels; any other begins at its root.
+A deeper tree commits more tokens a pass and costs more draft steps; more nodes commit more and cost
+more of the target's products, which n requests share with the stream. With S(l, m) the share of
+passes that accept level l of a tree cut to its m best nodes, n requests commit n * tau tokens,
+tau = 1 + sum S(l, m), in a cycle of one pass over n * (1 + m) rows and the draft steps that the
+pass does not hide. A lone tree that was followed (its best path accepted, and on into what grew
+during the pass) begins with those levels; any other begins at its root. Without drafts n requests
+commit n tokens in a pass over n rows: where that is faster, speculation steps aside.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from vllm_subspec.draft.averages import MEMORY, Average, SecondsBySize, Values
+from vllm_subspec.draft.stepping import StepAside
 
 MOST_DEPTH = 48
 
@@ -18,95 +28,314 @@ def deepest(depth: int) -> int:
     return max(depth, min(MOST_DEPTH, depth + depth // 2))
 
 
-_MEMORY = 0.97  # weight of what was known, per pass: about the last 30 passes count
-_PATIENCE = 8  # passes between two changes
-_SLACK = 1.02  # what the fastest depth may be ahead of the one that is taken
+_PATIENCE = 8  # cycles between two changes, once a number of requests is known
+_SLACK = 1.02  # what the fastest cut may be ahead of the one that is taken
 _RETRY = 64  # passes after which levels that no tree reached any more are forgotten: drafts change
 _START = 0.95  # a level is accepted so often where nothing is known
+_START_WEIGHT = 2.0
+_FADED_WEIGHT = 4.0  # of what was known before a probe: a few probes shall tell
+_LEAP = 2.0  # a pass may have so many times the rows of the largest one measured
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What each running request drafts: levels grown, and nodes kept for verification."""
+
+    depth: int
+    nodes: int
+
+
+NOTHING = Cut(0, 0)
+"""The cut of speculation that stepped aside."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one tree.
+
+    Attributes:
+        depth: levels verified.
+        nodes: nodes verified.
+        least_nodes: for each accepted level, from the root down, how few nodes the tree could
+            have been pruned to and still hold the accepted one; the bonus token is not among them.
+    """
+
+    depth: int
+    nodes: int
+    least_nodes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Speculation stepped aside, or came back.
+
+    Attributes:
+        is_aside: what it is now.
+        sequences: running requests.
+        plain_rate: expected tokens a second without drafts.
+        drafting_rate: the same, drafting in the best way.
+        tau: acceptance length expected of that.
+        reason: ``batch``: too many requests share a pass, a lone one would draft; ``acceptance``:
+            not even a lone one would.
+    """
+
+    is_aside: bool
+    sequences: int
+    plain_rate: float
+    drafting_rate: float
+    tau: float
+    reason: Literal["batch", "acceptance"]
+
+    def __str__(self) -> str:
+        """What to log after the name of who does it."""
+        what = "drafts again"
+        if self.is_aside:
+            whys = {
+                "batch": "many requests share each pass",
+                "acceptance": "few drafts are accepted",
+            }
+            what = f"steps aside, since {whys[self.reason]}"
+        decode = "1 request decodes" if self.sequences == 1 else f"{self.sequences} requests decode"
+        return (
+            f"{what}: {decode} {self.plain_rate:.2f} tokens/s without drafts, and "
+            f"{self.drafting_rate:.2f} with them at an acceptance length of {self.tau:.1f}"
+        )
 
 
 @dataclass
-class _Average:
-    """Exponentially forgetting mean."""
+class _Standing:
+    """The cut in use for a number of requests, and the cycles that it was looked at."""
 
-    value: float = 0.0
-    weight: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.weight = _MEMORY * self.weight + 1
-        self.value += (value - self.value) / self.weight
+    cut: Cut
+    cycles: int = 0
 
 
-@dataclass
 class DepthTuner:
-    """Chooses the shallowest depth with nearly the most expected tokens a second.
+    """Chooses the shallowest cut with nearly the most expected tokens a second.
 
     The rate is flat about its maximum: the last few levels gain about what they cost, and that is
-    time in which the link idles and no other request is served. Only speed depends on the depth:
-    outputs are the target's whatever the tree.
+    time in which the link idles. Only speed depends on the cut: outputs are the target's whatever
+    the trees.
 
     Args:
         depth: to begin with.
         most: deepest tree that may be chosen.
+        width: nodes that a level grows.
+        max_nodes: nodes verified at most, of each request.
+        on_change: told when speculation steps aside or comes back.
+
+    Attributes:
+        pass_floor_s: seconds that a pass of any size takes at least: what the link needs.
     """
 
-    depth: int
-    most: int
-    _step_s: _Average = field(default_factory=_Average)
-    _pass_s: _Average = field(default_factory=_Average)
-    _hidden_steps: _Average = field(default_factory=_Average)
-    _levels: list[_Average] = field(default_factory=list)
-    _passes: int = 0
-    _untried: int = 0
+    def __init__(
+        self,
+        depth: int,
+        most: int,
+        width: int,
+        max_nodes: int,
+        on_change: Callable[[Change], None] = lambda change: None,
+    ) -> None:
+        self.pass_floor_s = 0.0
+        self._first, self._most, self._width = depth, most, width
+        self._on_change = on_change
+        self._counts = _node_counts(max_nodes)
+        self._step_s, self._pass_s = SecondsBySize(), SecondsBySize()
+        self._hidden_steps = Average()
+        # By level (one more than may be drafted) and node count: accepted, if its parent was.
+        self._accepted = np.full((most + 1, len(self._counts)), _START)
+        self._weight = np.full(self._accepted.shape, _START_WEIGHT)
+        self._is_tried = np.zeros(self._accepted.shape, dtype=bool)
+        self._survives: Values | None = None  # see `_survival`
+        self._known = 0  # levels
+        self._untried = 0
+        self._standing: dict[int, _Standing] = {}
+        self._aside = StepAside()
 
-    def observe_draft(self, steps: int, seconds: float) -> None:
-        """``steps`` draft steps took ``seconds``."""
+    @property
+    def is_aside(self) -> bool:
+        """Whether speculation has stepped aside."""
+        return self._aside.is_aside
+
+    # -- learning --------------------------------------------------------------------------------
+
+    def observe_draft(self, sequences: int, steps: int, seconds: float) -> None:
+        """``steps`` draft steps of so many trees at once took ``seconds``."""
         if steps:
-            self._step_s.add(seconds / steps)
+            self._step_s.add(sequences, seconds / steps)
 
-    def observe_pass(self, depth: int, accepted: int, seconds: float, hidden_steps: int) -> None:
-        """A pass over a tree of ``depth`` levels accepted ``accepted`` of them.
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """A pass over ``rows``, prompts' among them, took ``seconds``."""
+        self._pass_s.hint(rows, seconds)
+
+    def observe_pass(
+        self, rows: int, seconds: float, hidden_steps: int, outcomes: Sequence[Outcome]
+    ) -> None:
+        """A pass over ``rows``, one root a request and its nodes.
 
         Args:
-            depth: levels that were verified.
-            accepted: levels along the accepted path; the bonus token is not among them.
+            rows: tokens in the pass.
             seconds: wall time of the pass, steps inside it included.
             hidden_steps: draft steps that ran inside it.
+            outcomes: of the trees that were in it.
         """
-        self._pass_s.add(seconds)
-        self._hidden_steps.add(hidden_steps)
-        while len(self._levels) < depth:
-            self._levels.append(_Average(_START, 2.0))
-        for level in range(min(depth, accepted + 1)):  # reached: its parent was accepted
-            self._levels[level].add(float(level < accepted))
-        self._untried = self._untried + 1 if depth < len(self._levels) else 0
+        self._pass_s.add(rows, seconds)
+        if not self.is_aside:  # else probes look again
+            self._pass_s.forget_larger(rows)
+        if outcomes and rows == 1 + outcomes[0].nodes:  # one alone: only then are steps hidden
+            self._hidden_steps.add(hidden_steps)
+        self.observe_trees(outcomes)
+
+    def observe_trees(self, outcomes: Sequence[Outcome]) -> None:
+        """What became of the trees in a pass, whatever it took."""
+        if not outcomes:
+            return
+        reached, held = np.zeros_like(self._weight), np.zeros_like(self._weight)
+        for outcome in outcomes:
+            self._count(outcome, reached, held)
+        seen = reached > 0
+        self._weight[seen] = MEMORY * self._weight[seen] + reached[seen]
+        self._accepted[seen] += (held - reached * self._accepted)[seen] / self._weight[seen]
+        self._is_tried |= seen
+        self._survives = None
+        depth = max(outcome.depth for outcome in outcomes)
+        self._untried = self._untried + 1 if depth < self._known else 0
         if self._untried == _RETRY:
-            del self._levels[max(1, depth) :]
-            self._untried = 0
-        self._passes += 1
-        if self._passes % _PATIENCE == 0 and self._step_s.weight:
-            self._choose()
+            self._known, self._untried = max(1, depth), 0
+            self._accepted[self._known :] = _START
+            self._weight[self._known :] = _START_WEIGHT
+            self._is_tried[self._known :] = False
 
-    def expected_rate(self, depth: int) -> float:
-        """Tokens a second of one sequence with trees of ``depth`` levels."""
-        survival, tau = 1.0, 1.0
-        for level in range(depth):
-            survival *= self._acceptance(level)
-            tau += survival
-        followed = survival * self._acceptance(depth) if self._hidden_steps.value else 0.0
-        left = max(0.0, depth - self._hidden_steps.value)
-        steps = (1 - followed) * depth + followed * left
-        return tau / (self._pass_s.value + steps * self._step_s.value)
+    def _count(self, outcome: Outcome, reached: Values, held: Values) -> None:
+        """Every cut that the tree contains tells what would have become of it."""
+        depth, accepted = min(outcome.depth, self._most), len(outcome.least_nodes)
+        self._known = max(self._known, depth)
+        whole = outcome.nodes >= self._width * outcome.depth  # no larger cut differs from it
+        alive = self._counts <= (self._counts[-1] if whole else outcome.nodes)
+        for level in range(min(depth, accepted + 1)):
+            reached[level] += alive  # its parent was accepted
+            if level < accepted:
+                alive = alive & (self._counts >= outcome.least_nodes[level])
+                held[level] += alive
 
-    def _acceptance(self, level: int) -> float:
-        """Of a level whose parent was accepted; those below the known ones are like the last."""
-        if not self._levels:
-            return _START
-        return self._levels[min(level, len(self._levels) - 1)].value
+    # -- choosing --------------------------------------------------------------------------------
 
-    def _choose(self) -> None:
-        rates = [self.expected_rate(depth) for depth in range(1, self.most + 1)]
-        enough = max(rates) / _SLACK
-        shallowest = 1 + next(at for at, rate in enumerate(rates) if rate >= enough)
-        # Levels beyond the tried ones are a guess: go there step by step.
-        self.depth = min(shallowest, self.depth + max(2, self.depth // 2))
+    def next_cut(self, sequences: int) -> Cut:
+        """What each of so many running requests drafts in the next cycle; to be asked once each.
+
+        Until a draft step and a pass were measured, the first depth; several requests share the
+        nodes of one then.
+        """
+        if not (self._step_s.is_known and self._pass_s.is_known):
+            nodes = max(1, int(self._counts[-1]) // sequences)
+            return Cut(min(self._first, nodes), nodes)
+        cut = self._best(sequences)
+        drafting, plain = self.expected_rate(cut, sequences), self.plain_rate(sequences)
+        was_aside = self.is_aside
+        drafts = self._aside.drafts(drafting, plain)
+        if self.is_aside != was_aside:
+            tau = float(self._tau()[self._at(cut)])
+            self._on_change(Change(self.is_aside, sequences, plain, drafting, tau, self._reason()))
+        if drafts and self.is_aside:
+            np.minimum(self._weight, _FADED_WEIGHT, out=self._weight)
+        return cut if drafts else NOTHING
+
+    def look_again(self) -> None:
+        """A new request runs: if it was the text that did not pay, this one's may."""
+        if self.is_aside and self._reason() == "acceptance":
+            self._aside.look_again()
+
+    def expected_rate(self, cut: Cut, sequences: int = 1) -> float:
+        """Tokens a second of so many requests together."""
+        return float(self._rates(sequences)[self._at(cut)])
+
+    def plain_rate(self, sequences: int) -> float:
+        """The same without drafts."""
+        return float(sequences / self._pass_s.at(sequences, self.pass_floor_s))
+
+    def _at(self, cut: Cut) -> tuple[int, int]:
+        return cut.depth - 1, int(np.searchsorted(self._counts, cut.nodes))
+
+    def _reason(self) -> Literal["batch", "acceptance"]:
+        """Why to step aside: would a lone request draft?"""
+        return "batch" if self._rates(1).max() > self.plain_rate(1) else "acceptance"
+
+    def _best(self, sequences: int) -> Cut:
+        """The standing cut, looked at again in every eighth cycle, and sooner while it is new."""
+        standing = self._standing.get(sequences)
+        if standing is None:
+            standing = self._standing[sequences] = _Standing(self._choose(sequences))
+        elif standing.cycles in (1, 2, 4) or standing.cycles % _PATIENCE == 0:
+            cut = self._choose(sequences)
+            if cut != standing.cut:
+                standing.cut, standing.cycles = cut, 0
+        standing.cycles += 1
+        return standing.cut
+
+    def _choose(self, sequences: int) -> Cut:
+        rates = self._rates(sequences)
+        # Levels and passes beyond the tried ones are a guess: go there step by step.
+        rates[self._known + max(2, self._known // 2) if self._known else self._first :] = 0.0
+        leap = self._rows(sequences) > _LEAP * self._pass_s.largest
+        leap[0, 0] = False
+        rates[leap] = 0.0
+        depth = int((rates.max(1) >= rates.max() / _SLACK).argmax())
+        return Cut(depth + 1, int(self._counts[rates[depth].argmax()]))
+
+    def _rates(self, sequences: int) -> Values:
+        """Tokens a second of all requests together, by depth - 1 and node count."""
+        tau = self._tau()
+        depths = np.arange(1, self._most + 1)[:, None]
+        steps = np.broadcast_to(depths, tau.shape).astype(float)
+        if sequences == 1 and (hidden := self._hidden_steps.value):
+            followed = self._survival() * self._acceptance()[1:, -1:]
+            steps = (1 - followed) * depths + followed * np.maximum(0.0, depths - hidden)
+        pass_s = self._pass_s.at(self._rows(sequences), self.pass_floor_s)
+        rates: Values = sequences * tau / (pass_s + steps * self._step_s.at(sequences))
+        return rates
+
+    def _rows(self, sequences: int) -> Values:
+        """Of a pass, by depth - 1 and node count."""
+        depths = np.arange(1, self._most + 1)[:, None]
+        rows: Values = sequences * (1.0 + np.minimum(self._counts, self._width * depths))
+        return rows
+
+    def _tau(self) -> Values:
+        """Tokens a request commits in a pass, by depth - 1 and node count."""
+        tau: Values = 1 + np.cumsum(self._survival(), 0)
+        return tau
+
+    def _survival(self) -> Values:
+        """Share of passes that accept all of a number of levels, by that - 1 and node count."""
+        if self._survives is None:
+            acceptance = self._acceptance()
+            self._survives = np.zeros((self._most, len(self._counts)))
+            share = np.ones(len(self._counts))
+            for level in range(self._most):
+                share = share * acceptance[level]
+                share[self._counts <= level] = 0.0  # a path needs as many nodes as levels
+                # What was seen of fewer nodes lately holds of more, which hold no less.
+                share = np.maximum.accumulate(share)
+                self._survives[level] = share
+        return self._survives
+
+    def _acceptance(self) -> Values:
+        """Of a level whose parent was accepted; those below the known ones are like the last.
+
+        What no tree has told yet of a node count is taken from the next larger one.
+        """
+        last = len(self._counts) - 1
+        own = np.where(self._is_tried, np.arange(last + 1), last + 1)
+        larger = np.minimum.accumulate(own[:, ::-1], 1)[:, ::-1]
+        theirs = np.take_along_axis(self._accepted, larger.clip(0, last), 1)
+        acceptance: Values = np.where(larger <= last, theirs, self._accepted)
+        acceptance[self._known :] = acceptance[max(self._known, 1) - 1]
+        return acceptance
+
+
+def _node_counts(most: int) -> Values:
+    """Node counts to choose from: a power of two or halfway between two, and ``most``."""
+    counts = {most}
+    for exponent in range(most.bit_length()):
+        counts |= {1 << exponent, 3 << exponent >> 1}
+    return np.array(sorted(count for count in counts if 1 <= count <= most), dtype=float)

@@ -17,16 +17,18 @@ from vllm.forward_context import (
     override_forward_context,
     set_forward_context,
 )
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_subspec.config import AUTO_DEPTH, AUTO_WIDTH, SubSpecConfig
 from vllm_subspec.draft.growth import Growth
+from vllm_subspec.draft.pacing import Pacing
 from vllm_subspec.draft.pausing import Pausable
 from vllm_subspec.draft.scratch import DraftScratch
 from vllm_subspec.draft.tree import Tree, TreeShape
-from vllm_subspec.draft.tuning import DepthTuner, deepest
+from vllm_subspec.draft.tuning import NOTHING, Cut, DepthTuner, deepest
 from vllm_subspec.integration.attention import DraftContext, draft_attention
 from vllm_subspec.integration.draft_view import attend_when_drafting, fuse_when_drafting
 from vllm_subspec.integration.linear import View
@@ -35,6 +37,8 @@ from vllm_subspec.integration.rows import RowProcessor
 from vllm_subspec.integration.statistics import DraftCounters
 from vllm_subspec.timeline import Timeline
 from vllm_subspec.verify.position_noise import PositionNoise
+
+logger = init_logger("vllm.subspec")
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class DraftPolicy:
         draft_temperature: sharpening T_d.
         noise_coupling: whether sampled requests draft with the target's own noise (D10).
         post_speculation: whether a tree grows on while the target's weights stream.
-        most_depth: how deep live tuning may go from ``shape.depth``; ``None`` keeps that depth.
+        most_depth: how deep live tuning may go from ``shape.depth``, and it may step aside;
+            ``None`` keeps that depth, always.
     """
 
     shape: TreeShape
@@ -118,16 +123,6 @@ class _Growing:
         return self.growth.depth < self.max_levels and not self.growth.is_exhausted
 
 
-@dataclass(frozen=True)
-class _Verifying:
-    """The trees that the target looks at now, since when, and the steps hidden until then."""
-
-    requests: Sequence[DraftRequest]
-    trees: Sequence[Tree]
-    since: float
-    hidden_before: int
-
-
 class Drafter:
     """Grows a tree for each request with the shadow, context read from vLLM's blocks.
 
@@ -145,7 +140,10 @@ class Drafter:
         rows: RowProcessor,
         noise: PositionNoise,
         timeline: Timeline,
+        link_s_per_pass: Callable[[], float],
     ) -> None:
+        self._link_s_per_pass = link_s_per_pass
+        self._pacings: dict[DraftPolicy, Pacing] = {}
         self.set_policy(policy)
         self._timeline = timeline
         self._vllm_config = vllm_config
@@ -155,7 +153,6 @@ class Drafter:
         self._scratch = DraftScratch(vllm_config.model_config.dtype, torch.device("cpu"))
         self._context = DraftContext([], torch.empty(0, dtype=torch.int32))
         self._growing: _Growing | None = None
-        self._verifying: _Verifying | None = None
         self._in_pass = False
         self._paused: Pausable | None = None  # a step that began in a pass
         self.counters = DraftCounters()
@@ -172,14 +169,9 @@ class Drafter:
     def set_policy(self, policy: DraftPolicy) -> None:
         """Draft by ``policy`` from now on."""
         self.policy = policy
-        self._tuner = (
-            None if policy.most_depth is None else DepthTuner(policy.shape.depth, policy.most_depth)
-        )
-
-    @property
-    def depth(self) -> int:
-        """Levels to draft, before a request's own limit."""
-        return self.policy.shape.depth if self._tuner is None else self._tuner.depth
+        if policy not in self._pacings:  # what was learnt under a policy is good when it returns
+            self._pacings[policy] = _pacing(policy, self._link_s_per_pass)
+        self.pacing = self._pacings[policy]
 
     def draft(
         self,
@@ -189,16 +181,22 @@ class Drafter:
     ) -> list[Tree]:
         """One tree per request, none deeper than the request may still commit.
 
+        All are empty where drafting does not pay at the time.
+
         Args:
             requests: at least one.
             metadata: of the whole batch.
             params: of the whole batch, by batch row.
         """
         start = time.monotonic()
-        policy = self.policy
-        self._observe_pass(requests, start)
-        depth = min(self.depth, max(request.max_depth for request in requests))
-        growing = self._go_on(requests, depth) or self._begin(requests)
+        committed = {request.req_id: request.committed for request in requests}
+        self.pacing.end_pass(committed, self.counters.overlapped_draft_steps)
+        is_new = any(len(request.output) == len(request.committed) for request in requests)
+        cut = self.pacing.next_cut(len(requests), is_new)
+        if cut == NOTHING:
+            return self._leave_undrafted(requests)
+        depth = min(cut.depth, max(request.max_depth for request in requests))
+        growing = self._go_on(requests, depth) or self._begin(requests, depth)
         growth = growing.growth
         rank = self._rank(requests, metadata, params, growing.max_levels)
         growth.rank = None if rank.is_plain else rank
@@ -209,26 +207,25 @@ class Drafter:
             steps += 1
         end = time.monotonic()
         self.counters.draft_steps += steps
-        if self._tuner is not None and len(requests) == 1:
-            self._tuner.observe_draft(steps, end - began)
         self.counters.draft_seconds += end - start
         self._timeline.record("draft", start, end)
-        trees = [
-            tree.limit_depth(request.max_depth).prune(policy.max_nodes)
+        self._end_draft(requests, steps, end - began)
+        return [
+            tree.limit_depth(request.max_depth).prune(cut.nodes)
             for tree, request in zip(growth.trees(), requests, strict=True)
         ]
-        self._verifying = _Verifying(requests, trees, end, self.counters.overlapped_draft_steps)
-        return trees
 
-    def _observe_pass(self, requests: Sequence[DraftRequest], now: float) -> None:
-        """Tell the tuner what became of the last tree, if one request was alone with it."""
-        last = self._verifying
-        if self._tuner is None or last is None or len(requests) != 1 or len(last.requests) != 1:
-            return
-        (new,), (old,), (tree,) = requests, last.requests, last.trees
-        if new.req_id == old.req_id and new.num_context == old.num_context + len(new.committed):
-            hidden = self.counters.overlapped_draft_steps - last.hidden_before
-            self._tuner.observe_pass(tree.depth, len(new.committed) - 1, now - last.since, hidden)
+    def _leave_undrafted(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        self._drop_step()
+        self._growing = None
+        for _ in requests:
+            self.counters.count_fallback("stepped_aside")
+        self._end_draft(requests, 0, 0.0)
+        return [Tree.empty() for _ in requests]
+
+    def _end_draft(self, requests: Sequence[DraftRequest], steps: int, seconds: float) -> None:
+        req_ids = [request.req_id for request in requests]
+        self.pacing.end_draft(req_ids, steps, seconds, self.counters.overlapped_draft_steps)
 
     def forget(self, req_id: str) -> None:
         """A request is over: what was grown for it is of no use."""
@@ -319,13 +316,13 @@ class Drafter:
         self.counters.followed_drafts += 1
         return replace(growing, requests=requests, max_levels=self._max_levels(requests))
 
-    def _begin(self, requests: Sequence[DraftRequest]) -> _Growing:
+    def _begin(self, requests: Sequence[DraftRequest], depth: int) -> _Growing:
         self._drop_step()
         self.counters.started_drafts += 1
         policy = self.policy
-        deepest = policy.most_depth or policy.shape.depth
-        trees = 2 if policy.post_speculation and len(requests) == 1 else 1
-        num_slots = 1 + policy.shape.width * trees * deepest
+        if policy.post_speculation and len(requests) == 1:  # an extension grows beside the tree
+            depth = 2 * (policy.most_depth or policy.shape.depth)
+        num_slots = 1 + policy.shape.width * depth
         self._scratch.begin(self._heads, len(requests), num_slots)
         self._take_context(requests)
         roots = torch.tensor([request.committed[-1] for request in requests])
@@ -375,6 +372,20 @@ class Drafter:
         value: torch.Tensor,
     ) -> torch.Tensor:
         return draft_attention(layer, query, key, value, self._context, group, self._scratch, index)
+
+
+def _pacing(policy: DraftPolicy, link_s_per_pass: Callable[[], float]) -> Pacing:
+    shape, most_depth = policy.shape, policy.most_depth
+    tuner = None
+    if most_depth is not None:
+        tuner = DepthTuner(
+            shape.depth,
+            most_depth,
+            shape.width,
+            policy.max_nodes,
+            on_change=partial(logger.info, "SubSpec %s"),
+        )
+    return Pacing(Cut(shape.depth, policy.max_nodes), tuner, link_s_per_pass)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
@@ -27,6 +28,8 @@ from vllm_subspec.plan import (
 )
 from vllm_subspec.shadow import ShadowSettings, available_bits
 from vllm_subspec.shadow.formats import refusal
+
+logger = init_logger("vllm.subspec")
 
 AUTO_SLOTS = 3
 HEAD_BITS = 8
@@ -51,6 +54,10 @@ def place_model(
         BudgetError: the budget is too small, or more layers are to stay than there are.
         ConfigError: ``memory_budget`` is no size.
     """
+    memory = device_memory_bytes() // ranks_of(vllm_config)
+    budget = parse_budget("auto" if config.memory_budget is None else config.memory_budget, memory)
+    if config.stream != "off":
+        _warn_if_it_fits(config, vllm_config, layers, budget)
     if config.memory_budget is None:
         return _place_by_count(config, vllm_config, len(layers))
     shape = model_shape(vllm_config, layers, linears)
@@ -59,7 +66,7 @@ def place_model(
     directory = Path(vllm_config.model_config.model)
     return plan(
         shape,
-        parse_budget(config.memory_budget, device_memory_bytes() // ranks_of(vllm_config)),
+        budget,
         kv_bytes,
         _machine(config, vllm_config).throttled(config.emulate_link),
         (Sensitivity.load_for(directory) if directory.is_dir() else None)
@@ -82,6 +89,34 @@ def _sequences(vllm_config: VllmConfig, kv_bytes: int) -> int:
     """How many the KV cache can hold at their full length, and the scheduler runs at once."""
     each = vllm_config.model_config.max_model_len * kv_bytes_per_token(vllm_config)
     return max(1, min(vllm_config.scheduler_config.max_num_seqs, kv_bytes // each))
+
+
+def _warn_if_it_fits(
+    config: SubSpecConfig, vllm_config: VllmConfig, layers: Sequence[nn.Module], budget: int
+) -> None:
+    """Streaming only costs time where the fast tier could hold every weight."""
+    rows, hidden = head_shape(vllm_config)
+    model = vllm_config.model_config
+    tables = 1 if getattr(model.hf_text_config, "tie_word_embeddings", False) else 2
+    weights = tables * rows * hidden * model.dtype.itemsize
+    weights += sum(p.numel() * p.element_size() for layer in layers for p in layer.parameters())
+    kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes
+    if kv_bytes is None:  # vLLM will choose; one sequence at least
+        kv_bytes = model.max_model_len * kv_bytes_per_token(vllm_config)
+    if weights + kv_bytes > budget:
+        return
+    whose = f"memory_budget={config.memory_budget!r} allows"
+    if config.memory_budget is None:
+        whose = "memory_budget='auto' would allow here"
+    logger.warning_once(
+        "SubSpec has nothing to gain: all weights (%.2f GB) and the KV cache (%.2f GB) fit in the "
+        "%.2f GB that %s. vLLM without SubSpec serves this model faster",
+        weights / 1e9,
+        kv_bytes / 1e9,
+        budget / 1e9,
+        whose,
+        scope="global",
+    )
 
 
 def _machine(config: SubSpecConfig, vllm_config: VllmConfig) -> MachineFigures:

@@ -65,6 +65,7 @@ class SubSpecRunnerMixin:
                 self.rejection_sampler.rows,
                 self.rejection_sampler.noise,
                 self.offloader.timeline,
+                self.offloader.link_s_per_pass,
             )
             self.speculation = Speculation(drafter, self.max_model_len)
             self.offloader.while_waiting = drafter.extend
@@ -157,6 +158,9 @@ class SubSpecRunnerMixin:
                 self.discard_request_mask.np[: self.input_batch.num_reqs].tolist(),
             )
             self._place_trees(scheduled)
+            trees = dict(zip(self.input_batch.req_ids, self._verification.trees, strict=True))
+            num_tokens = scheduler_output.num_scheduled_tokens
+            self.speculation.drafter.pacing.begin_pass(num_tokens, trees)
         return inputs
 
     def _place_trees(self, scheduled: dict[str, list[int]]) -> None:

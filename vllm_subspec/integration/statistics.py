@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from vllm_subspec.draft.tree import Tree
 from vllm_subspec.stream import StreamStatistics
+
+Fallback = Literal["grammar", "thinking_budget", "unscheduled", "opted_out", "stepped_aside"]
+"""Why a request got less than a tree for its next pass: a chain because of its grammar; nothing
+because of a thinking budget, because the scheduler had no room for its drafts, because it asked
+for none, or because speculation does not pay at the time."""
 
 
 @dataclass
@@ -20,6 +25,7 @@ class DraftCounters:
         overlapped_draft_seconds: time spent there.
         followed_drafts: drafts that went on below the path just accepted.
         started_drafts: drafts that began at a root alone.
+        fallbacks: how often a request got less than a tree, by reason; all reasons are there.
     """
 
     draft_steps: int = 0
@@ -28,6 +34,13 @@ class DraftCounters:
     overlapped_draft_seconds: float = 0.0
     followed_drafts: int = 0
     started_drafts: int = 0
+    fallbacks: dict[Fallback, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(Fallback), 0)
+    )
+
+    def count_fallback(self, reason: Fallback) -> None:
+        """A request's next pass verifies less than a tree, for this reason."""
+        self.fallbacks[reason] += 1
 
 
 @dataclass
@@ -71,6 +84,8 @@ class SpeculationCounters:
     ) -> dict[str, Any]:
         """Everything as a flat JSON-serialisable dictionary, drafts and stream included."""
         numbers = asdict(self) | asdict(draft)
+        fallbacks = numbers.pop("fallbacks")
+        numbers |= {f"fallback_{reason}": count for reason, count in fallbacks.items()}
         numbers["streamed_bytes_per_pass"] = bytes_per_pass
         if stream is not None:
             numbers |= {f"stream_{name}": value for name, value in asdict(stream).items()}
