@@ -226,16 +226,19 @@ def lively_model_dir(tmp_path_factory: pytest.TempPathFactory, small_model_dir: 
     that changes changes half of those after it, so that a slip shows. The tokenizer is the
     real one's, with its first 4096 tokens.
     """
-    return _write_lively(tmp_path_factory.mktemp("models") / "lively", small_model_dir, tied=False)
+    return write_lively_model(tmp_path_factory.mktemp("models") / "lively", small_model_dir)
 
 
 @pytest.fixture(scope="session")
 def tied_model_dir(tmp_path_factory: pytest.TempPathFactory, small_model_dir: Path) -> Path:
     """Like the lively model, with one tensor as embedding table and head (24 MB)."""
-    return _write_lively(tmp_path_factory.mktemp("models") / "tied", small_model_dir, tied=True)
+    return write_lively_model(
+        tmp_path_factory.mktemp("models") / "tied", small_model_dir, tied=True
+    )
 
 
-def _write_lively(directory: Path, tokenizer_from: Path, tied: bool) -> Path:
+def write_lively_model(directory: Path, tokenizer_from: Path, tied: bool = False) -> Path:
+    """Write the model of `lively_model_dir`, or of `tied_model_dir`, and return its folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

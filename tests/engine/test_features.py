@@ -34,6 +34,12 @@ ALTERING = {
         "min_tokens": 13,
         "stop_token_ids": [free.tokens[6], free.tokens[12], free.tokens[20]],
     },
+    "end-of-sequence-after-min-tokens": lambda _: {
+        "ignore_eos": False,
+        "min_tokens": 7,
+        "logit_bias": {2: 100.0},
+    },
+    "end-of-sequence-ignored": lambda _: {"ignore_eos": True, "logit_bias": {2: 9.0}},
     "repetition-penalty": lambda _: {"repetition_penalty": 1.3},
     "presence-penalty": lambda _: {"presence_penalty": -1.5},
     "frequency-penalty": lambda _: {"frequency_penalty": -1.5},
@@ -50,12 +56,15 @@ ALTERING = {
         "include_stop_str_in_output": True,
     },
     "stop-string-after-min-tokens": lambda _: {"stop": ["e"], "min_tokens": 9},
+    "stop-string-logprobs": lambda free: {"stop": [free.words(9, 11)], "logprobs": 2},
+    "stop-token-logprobs": lambda free: {"stop_token_ids": [free.tokens[10]], "logprobs": 2},
 }
 # Those that leave them alone, and sampled ones:
 OTHERS = {
     "logprobs-0": lambda _: {"logprobs": 0},
     "logprobs-1": lambda _: {"logprobs": 1},
     "logprobs-5": lambda _: {"logprobs": 5},
+    "logprobs-20": lambda _: {"logprobs": 20},
     "logprobs-of-given-tokens": lambda free: {"logprob_token_ids": [17, *free.tokens[:2]]},
     "prompt-logprobs": lambda _: {"prompt_logprobs": 2, "logprobs": 1},
     "sampled-logprobs": lambda _: {"logprobs": 3, "top_k": 40, **SEEDED},
@@ -78,6 +87,7 @@ OTHERS = {
         **SEEDED,
     },
     "two-completions": lambda _: {"n": 2, **SEEDED},
+    "three-completions-logprobs": lambda _: {"n": 3, "logprobs": 1, "top_k": 20, **SEEDED},
 }
 FEATURES = ALTERING | OTHERS
 
@@ -144,9 +154,23 @@ def test_reference_ends_for_the_reason_given(reference, name):
 
 def test_all_features_in_one_batch(engine, reference):
     requests, answers = reference
-    names = [name for name in FEATURES if name != "two-completions"]
+    names = [name for name in FEATURES if "completions" not in name]
     mixed = [requests[name][i] for i in range(3) for name in names]
     assert_same(engine.batch(mixed), [answers[name][i] for i in range(3) for name in names])
+
+
+def test_logprobs_end_where_the_answer_was_cut(engine, reference):
+    requests, _ = reference
+    for name in ("stop-string-logprobs", "stop-token-logprobs"):
+        for answer in engine.batch(requests[name]):
+            assert len(answer.logprobs) == len(answer.tokens) < LENGTH
+
+
+def test_several_unseeded_completions(engine, prompts):
+    """Best effort: nothing says which ones they are."""
+    found = engine.batch([(prompts[0], {"n": 4, "max_tokens": LENGTH, "temperature": 1.0})])
+    assert len({answer.tokens for answer in found}) == 4
+    assert [len(answer.tokens) for answer in found] == [LENGTH] * 4
 
 
 STRUCTURES = {

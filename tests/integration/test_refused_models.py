@@ -132,6 +132,7 @@ def test_models(changes: dict[str, Any], what: str, write_config: Callable[..., 
     ("name", "value", "what"),
     [
         ("uses_mrope", True, "M-RoPE"),  # its classes need torchvision, which must stay out
+        ("is_multimodal_model", True, "a multi-modal model .* text-only one"),
         ("is_diffusion", True, "a diffusion model"),
         ("is_hybrid", True, "recurrent state"),
         ("has_inner_state", True, "recurrent state"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -51,6 +52,26 @@ def test_variables_are_those_that_are_read() -> None:
     told = {row.split("`")[1] for row in rows_after("| variable | default | effect |")}
     assert read
     assert told == read
+
+
+def test_features_name_tests_that_exist() -> None:
+    rows = [row.strip("| ").split(" | ") for row in rows_after("| feature | how it runs | test |")]
+    assert len(rows) > 20
+    for feature, how, test in rows:
+        assert re.match(r"exact\b|(chain|undrafted|refused): \w", how), feature
+        path, name, parameter = re.fullmatch(r"`(\S+\.py)::(\w+)(?:\[(\S+)\])?`", test).groups()  # type: ignore[union-attr]
+        tree = ast.parse((ROOT / "tests" / path).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+        texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert parameter is None or parameter in texts, test
+
+
+def test_options_of_a_request_are_those_that_are_read() -> None:
+    source = (ROOT / "vllm_subspec" / "integration" / "request_options.py").read_text()
+    known = re.search(r"^KNOWN = (\(.*\))$", source, re.MULTILINE)
+    assert known is not None
+    told = {row.split('"')[1] for row in rows_after("| option of a request | effect |")}
+    assert told == set(ast.literal_eval(known[1]))
 
 
 def test_benchmark_modes_are_those_of_the_benchmark() -> None:

@@ -96,6 +96,7 @@ class DraftRequest:
         committed: tokens that the last pass committed, the root being the last of them.
         num_context: positions before the root, all in the cache.
         max_depth: levels that may still be committed, >= 1.
+        depth_cap: levels to verify at most, by the request's own option; ``None``: no cap.
         output: tokens committed so far, the root included.
         generator: what a sampled request draws from, at the root's draw; ``None`` if greedy.
         block_tables: int32 [blocks] per KV cache group, the request's blocks in order.
@@ -106,9 +107,15 @@ class DraftRequest:
     committed: Sequence[int]
     num_context: int
     max_depth: int
+    depth_cap: int | None
     output: list[int]
     generator: torch.Generator | None
     block_tables: Sequence[torch.Tensor]
+
+    @property
+    def tree_depth(self) -> int:
+        """Levels that its tree may have."""
+        return self.max_depth if self.depth_cap is None else min(self.max_depth, self.depth_cap)
 
 
 @dataclass
@@ -189,13 +196,13 @@ class Drafter:
             params: of the whole batch, by batch row.
         """
         start = time.monotonic()
-        committed = {request.req_id: request.committed for request in requests}
+        committed = {r.req_id: r.committed for r in requests if r.depth_cap is None}
         self.pacing.end_pass(committed, self.counters.overlapped_draft_steps)
         is_new = any(len(request.output) == len(request.committed) for request in requests)
         cut = self.pacing.next_cut(len(requests), is_new)
         if cut == NOTHING:
             return self._leave_undrafted(requests)
-        depth = min(cut.depth, max(request.max_depth for request in requests))
+        depth = min(cut.depth, max(request.tree_depth for request in requests))
         growing = self._go_on(requests, depth) or self._begin(requests, depth)
         growth = growing.growth
         rank = self._rank(requests, metadata, params, growing.max_levels)
@@ -211,7 +218,7 @@ class Drafter:
         self._timeline.record("draft", start, end)
         self._end_draft(requests, steps, end - began)
         return [
-            tree.limit_depth(request.max_depth).prune(cut.nodes)
+            tree.limit_depth(request.tree_depth).prune(cut.nodes)
             for tree, request in zip(growth.trees(), requests, strict=True)
         ]
 

@@ -71,10 +71,14 @@ def _extend_command_line(original: _Function) -> _Function:
     return add_cli_args
 
 
-def _allow_min_p_and_logit_bias(original: _Function) -> _Function:
+def _validate_as_ours(original: _Function) -> _Function:
     def validate(self: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(speculative_config, "model", None) != PROPOSER:
             original(self, speculative_config, *args, **kwargs)
+            return
+        from vllm_subspec.integration.request_options import check_request  # late, as above
+
+        check_request(self.extra_args, speculative_config.num_speculative_tokens)
 
     return validate
 
@@ -99,10 +103,11 @@ LEDGER = (
     ),
     Patch(
         target="vllm.sampling_params:SamplingParams._validate_spec_decode",
-        why="vLLM refuses min_p and logit_bias under any speculation; our sampler applies them",
-        how="skips that check where the proposer is ours",
+        why="vLLM refuses min_p and logit_bias under any speculation, though our sampler applies "
+        "them, and has no hook that refuses a request's own options before the engine has them",
+        how="where the proposer is ours, skips that check and looks at our options in extra_args",
         goes_when="vLLM asks the speculative method which parameters it serves",
-        replace=_allow_min_p_and_logit_bias,
+        replace=_validate_as_ours,
     ),
 )
 

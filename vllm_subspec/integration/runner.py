@@ -138,8 +138,8 @@ class SubSpecRunnerMixin:
         if self.speculation is None:
             return super().execute_model(scheduler_output, *args, **kwargs)
         verified = scheduler_output.scheduled_spec_decode_tokens
-        alone = len(scheduler_output.num_scheduled_tokens) == 1
-        with self.speculation.drafter.target_pass(next(iter(verified), None) if alone else None):
+        alone = self.speculation.alone(scheduler_output.num_scheduled_tokens, self.requests)
+        with self.speculation.drafter.target_pass(alone if alone in verified else None):
             return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:

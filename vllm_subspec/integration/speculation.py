@@ -5,7 +5,7 @@ Batch rows are looked up anew in every step: requests move, abort and get preemp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from vllm.logger import init_logger
@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from vllm_subspec.draft.tree import Tree
 from vllm_subspec.integration.drafter import Drafter, DraftRequest
+from vllm_subspec.integration.request_options import RequestOptions
 from vllm_subspec.integration.sampler import Verification
 from vllm_subspec.verify.walk import Walk
 
@@ -42,6 +43,23 @@ class Speculation:
         self._trees.pop(req_id, None)
         self._generators.pop(req_id, None)
         self.drafter.forget(req_id)
+
+    def alone(
+        self, scheduled: Iterable[str], requests: Mapping[str, CachedRequestState]
+    ) -> str | None:
+        """The one request of a step that drafts; ``None`` if none does, or several do.
+
+        Args:
+            scheduled: ids of the step.
+            requests: the runner's cached states, the step's new requests not among them.
+        """
+        drafting = [
+            req_id
+            for req_id in scheduled
+            if req_id not in requests
+            or RequestOptions.of(requests[req_id].sampling_params.extra_args).speculate
+        ]
+        return drafting[0] if len(drafting) == 1 else None
 
     def verification(
         self,
@@ -132,12 +150,17 @@ class Speculation:
     def _request(
         self, batch: InputBatch, row: int, state: CachedRequestState, committed: Sequence[int]
     ) -> DraftRequest | None:
-        """What to draft for a request; ``None`` if it is over, or will be with its next token."""
+        """What to draft for a request; ``None`` if it wants no draft, is over, or will be with its
+        next token."""
         params, output = state.sampling_params, state.output_token_ids
         num_tokens = int(batch.num_tokens_no_spec[row])
         max_depth = min(self._max_model_len - num_tokens, params.max_tokens - len(output)) - 1
         ended = output[-1] in stop_tokens(params) and len(output) >= params.min_tokens
         if max_depth < 1 or ended:
+            return None
+        options = RequestOptions.of(params.extra_args)
+        if not options.speculate:
+            self.drafter.counters.count_fallback("opted_out")
             return None
         tables = [table.block_table.gpu[row] for table in batch.block_table.block_tables]
         return DraftRequest(
@@ -146,6 +169,7 @@ class Speculation:
             committed=committed,
             num_context=num_tokens - 1,
             max_depth=max_depth,
+            depth_cap=options.depth,
             output=output,
             generator=self._generator(state),
             block_tables=tables,

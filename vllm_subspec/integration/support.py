@@ -177,6 +177,11 @@ def _refused_models(model: ModelConfig) -> _Refusals:
         "a model with multi-modal positions (M-RoPE)",
         "a tree node has one position",
     )
+    yield (
+        model.is_multimodal_model,
+        f"a multi-modal model ({model.architecture})",
+        "only the language model's layers are streamed and planned for; serve a text-only one",
+    )
     yield (model.is_diffusion, "a diffusion model", "it does not decode token by token")
     yield (model.uses_alibi, "a model with ALiBi", "drafts attend without slopes")
     yield (
