@@ -1,13 +1,15 @@
-"""Which differences between two greedy texts bfloat16's rounding explains, and which are wrong."""
+"""Which differences between two texts bfloat16's rounding explains, and which are wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from vllm_subspec.verify.noise import gumbel_noise, peek_integers
 
 BF16_UNIT_ROUNDOFF = 2.0**-8
 """Largest relative error of rounding to bfloat16's 8 significant bits."""
@@ -23,6 +25,26 @@ So 6 is above all of these, and near 2 + 4 rms. Its price: at 22 % of those posi
 best token lies within it, so second-best tokens would be caught at about four positions of five.
 """
 
+Noise = Callable[[int, int, int], torch.Tensor]
+"""What is added to the logits before the best token is taken: of (prompt, position among the new
+tokens, vocabulary size), float [vocabulary size]."""
+
+
+def sampling_noise(seeds: Sequence[int], temperature: float) -> Noise:
+    """The noise of vLLM's CPU sampler for seeded requests, in units of logits.
+
+    Args:
+        seeds: of the prompts' requests, which set a temperature and nothing else.
+        temperature: of all of them.
+    """
+
+    def noise(prompt: int, position: int, vocab_size: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seeds[prompt])
+        draw = peek_integers(generator, position + 1)[-1]
+        return temperature * gumbel_noise(draw, torch.arange(vocab_size))
+
+    return noise
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -33,7 +55,8 @@ class Divergence:
         position: index among the new tokens.
         expected: the reference's token there; ``None`` if it had ended.
         found: the other's token there; ``None`` if it had ended.
-        gap: how far the worse of the two lies below the best token, in float32 logits.
+        gap: how far the worse of the two lies below the best token, in float32 logits (with the
+            noise of the position, where the texts were sampled).
         tolerance: the gap that rounding may close there.
     """
 
@@ -63,6 +86,7 @@ def audit(
     prompts: Sequence[Sequence[int]],
     expected: Sequence[Sequence[int]],
     found: Sequence[Sequence[int]],
+    noise: Noise | None = None,
 ) -> list[Divergence]:
     """Judge each prompt's first difference by the model's own float32 logits.
 
@@ -70,10 +94,11 @@ def audit(
     bytes a parameter, only if there is a difference.
 
     Args:
-        model: Hugging Face folder of the model that both greedy texts claim to be from.
+        model: Hugging Face folder of the model that both texts claim to be from.
         prompts: token ids of each prompt, special tokens included.
         expected: token ids that followed it, by the reference.
         found: token ids that followed it, by what is audited.
+        noise: that both texts were sampled by; none for greedy ones.
     """
     places = [
         (prompt, position)
@@ -91,7 +116,10 @@ def audit(
         with torch.inference_mode():
             logits = reference(torch.tensor([prefix]), logits_to_keep=1).logits[0, -1]
         tokens = _at(expected[prompt], position), _at(found[prompt], position)
-        gap, tolerance = _judge(logits, tokens)
+        tolerance = TOLERATED_ROUNDOFFS * BF16_UNIT_ROUNDOFF * float(logits.abs().max())
+        if noise is not None:
+            logits = logits + noise(prompt, position, len(logits))
+        gap = _gap(logits, tokens)
         divergences.append(Divergence(prompt, position, *tokens, gap, tolerance))
     return divergences
 
@@ -100,10 +128,9 @@ def _at(tokens: Sequence[int], position: int) -> int | None:
     return tokens[position] if position < len(tokens) else None
 
 
-def _judge(logits: torch.Tensor, candidates: Sequence[int | None]) -> tuple[float, float]:
-    """Gap and tolerance; a text that ended without a token for it is beyond any tolerance."""
-    tolerance = TOLERATED_ROUNDOFFS * BF16_UNIT_ROUNDOFF * float(logits.abs().max())
+def _gap(logits: torch.Tensor, candidates: Sequence[int | None]) -> float:
+    """Of the worse one; a text that ended without a token for it is beyond any tolerance."""
     tokens = [token for token in candidates if token is not None]
     if len(tokens) < len(candidates):
-        return float("inf"), tolerance
-    return float(logits.max() - logits[tokens].min()), tolerance
+        return float("inf")
+    return float(logits.max() - logits[tokens].min())

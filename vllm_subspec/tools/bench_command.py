@@ -49,7 +49,7 @@ class Request:
             DependencyError: a mode lacks its package.
         """
         modes = parse_modes(self.modes, self.draft_model)
-        options = _parse_options(self.options)
+        options = parse_options(self.options)
         check_options(modes, options)
         work = Workload(
             model=self.model,
@@ -90,7 +90,12 @@ def run_and_report(request: Request, say: Say) -> bool:
     return bool(report["gate"]["passed"])
 
 
-def _parse_options(text: str) -> dict[str, Any]:
+def parse_options(text: str) -> dict[str, Any]:
+    """SubSpec options as ``--options`` gives them.
+
+    Raises:
+        ConfigError: no JSON object.
+    """
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:

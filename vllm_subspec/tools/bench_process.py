@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,24 +76,47 @@ def run_worker(job: Job, limit_bytes: int, log: Path) -> tuple[dict[str, Any], M
         WorkerKilled: it used more than the limit.
         WorkerError: it failed for another reason.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with _limit(limit_bytes) as (group, why_not), tempfile.TemporaryDirectory() as folder:
-        job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
+    with _limit(limit_bytes) as (group, why_not):
         procs = str(group.procs) if group is not None else None
-        job_file.write_text(json.dumps(asdict(job) | {"procs": procs}))
-        status, peaks = _run(job_file, result_file, log)
-        if status == -signal.SIGKILL and group is not None and group.kills():
-            raise WorkerKilled(f"killed at the memory limit of {limit_bytes} bytes")
+        try:
+            result, peaks = run_job(_WORKER, asdict(job) | {"procs": procs}, log)
+        except WorkerError as error:
+            if group is not None and group.kills():
+                raise WorkerKilled(f"killed at the memory limit of {limit_bytes} bytes") from error
+            raise
+        charged = group.peak_bytes() if group is not None else None
+    within = peaks["peak_rss"] <= limit_bytes
+    enforced = group is not None
+    return result, MemoryUse(limit_bytes, enforced, why_not, within, peak_charged=charged, **peaks)
+
+
+def run_job(
+    worker: Sequence[str], job: Mapping[str, Any], log: Path
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Run Python with ``worker`` and two files: the job to read, and the result to write.
+
+    Args:
+        worker: arguments of the interpreter.
+        job: JSON-serialisable.
+        log: takes the worker's output; overwritten.
+
+    Returns:
+        The result, and the peaks of the worker's memory, by the names of ``MemoryUse``.
+
+    Raises:
+        WorkerError: it ended without a result.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
+        job_file.write_text(json.dumps(job))
+        status, peaks = _run([*worker, str(job_file), str(result_file)], log)
         if status != 0 or not result_file.exists():
             raise WorkerError(
                 f"a worker ended with exit status {status}; its own reason is near the end of "
                 f"{log}:\n{_tail(log)}"
             )
-        result = json.loads(result_file.read_text())
-        charged = group.peak_bytes() if group is not None else None
-    within = peaks["peak_rss"] <= limit_bytes
-    enforced = group is not None
-    return result, MemoryUse(limit_bytes, enforced, why_not, within, peak_charged=charged, **peaks)
+        return json.loads(result_file.read_text()), peaks
 
 
 @contextmanager
@@ -109,12 +131,12 @@ def _limit(limit_bytes: int) -> Iterator[tuple[MemoryGroup | None, str]]:
         yield group, ""
 
 
-def _run(job_file: Path, result_file: Path, log: Path) -> tuple[int, dict[str, int]]:
+def _run(arguments: Sequence[str], log: Path) -> tuple[int, dict[str, int]]:
     # The engine runs in the worker itself, and the size of the KV cache is an argument's alone.
     environment = ["env", "-u", "VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING=0"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*environment, sys.executable, *_WORKER, str(job_file), str(result_file)],
+            [*environment, sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -160,6 +160,34 @@ def bench(
 
 
 @app.command()
+def verify(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="float32 (exact) or bfloat16; repeatable. Default: both."),
+    ] = None,
+    draws: Annotated[
+        int, typer.Option(min=200, help="Unseeded requests for each of four texts.")
+    ] = 400,
+    options: Annotated[str, typer.Option(help="SubSpec options, as JSON.")] = "{}",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="F", help="Write everything here.")
+    ] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="F", help="Write a report with plots here.")
+    ] = None,
+) -> None:
+    """Prove that speculation leaves MODEL's output as it is; exit status 1: it does not."""
+    from vllm_subspec.tools.lossless_command import Request, run_and_report
+    from vllm_subspec.tools.serving import interrupt_on_termination
+
+    interrupt_on_termination()
+    request = Request(model, dtype or (), draws, options, json_file, html_file)
+    if not run_and_report(request, typer.echo):
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(
     model: Annotated[
         Path | None, typer.Argument(metavar="[MODEL]", help="Also: would this one be refused?")
