@@ -39,7 +39,7 @@ def test_between_measurements_it_is_a_line():
 def test_below_them_it_is_in_proportion_down_to_the_floor():
     seconds = measured(s520=8.0)
     assert seconds.at([260, 65, 8], floor=1.1).tolist() == pytest.approx([4.0, 1.1, 1.1])
-    assert seconds.at(8, floor=9.0) == pytest.approx(8.0), "the floor is not above what was seen"
+    assert seconds.at([8, 520], floor=9.0).tolist() == [9.0, 9.0]
     assert seconds.at(8) == pytest.approx(8 * 8 / 520)
 
 

@@ -19,6 +19,7 @@ class Recorder:
     """Stands in for the tuner, and for the clock."""
 
     now: float = 100.0
+    idle_s: float = 7.0
     pass_floor_s: float = 0.0
     told: list[tuple] = field(default_factory=list)
 
@@ -51,7 +52,7 @@ def recorder():
 
 @pytest.fixture
 def pacing(recorder):
-    return Pacing(FIXED, recorder, lambda: 0.25, recorder)
+    return Pacing(FIXED, recorder, lambda: recorder.idle_s, recorder)
 
 
 # 5 has 6 and 7 below it, 6 has 8; best first: 5, 7, 6, 8.
@@ -71,7 +72,25 @@ def test_a_cycle_counts_from_the_end_of_the_last_draft(pacing, recorder):
     pacing.end_pass({"a": [5, 6, 1], "b": [3]}, 12)
     outcome = Outcome(depth=3, nodes=4, least_nodes=[1, 3])
     assert recorder.told == [("draft", 2, 3, 0.6), ("pass", 6, 2.0, 2, [outcome])]
-    assert recorder.pass_floor_s == 0.25
+    assert recorder.pass_floor_s == 0.0, "nothing was waited for"
+
+
+def test_waits_for_weights_are_the_link_s_and_not_the_rows(pacing, recorder):
+    for slow in (1.0, 3.0):  # the disk's, as it happens
+        pacing.begin_pass({"a": 5}, {"a": TREE})
+        recorder.now += 0.5 + slow
+        recorder.idle_s += slow
+        pacing.end_pass({"a": [7]}, 0)
+        pacing.end_draft(["a"], 0, 0.0, 0)
+    passes = [told for told in recorder.told if told[0] == "pass"]
+    assert passes == [("pass", 5, 0.5, 0, [Outcome(3, 4, [])])] * 2
+    assert 1.5 < recorder.pass_floor_s < 3.5
+    floor = recorder.pass_floor_s
+    pacing.begin_pass({"a": 5}, {"a": TREE})
+    recorder.now += 9.0
+    recorder.idle_s += 0.1
+    pacing.end_pass({"a": [7]}, 0)
+    assert recorder.pass_floor_s == floor, "it was the rows that took so long"
 
 
 def test_a_rest_before_the_pass_is_not_its_own(pacing, recorder):

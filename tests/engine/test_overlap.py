@@ -144,6 +144,9 @@ class Told(DepthTuner):
     def observe_draft(self, sequences, steps, seconds):
         super().observe_draft(sequences, steps, steps * self.step_s)
 
+    def observe_prompts(self, rows, seconds):
+        super().observe_prompts(rows, self.pass_s)
+
     def observe_pass(self, rows, seconds, hidden_steps, outcomes):
         super().observe_pass(rows, self.pass_s, hidden_steps, outcomes)
 

@@ -38,8 +38,8 @@ class SecondsBySize:
 
     Sizes within a factor of two share an average. Between the averages it is a straight line.
     Where nothing was measured it is hopeful, so that what may be good is tried, and then known:
-    smaller work is in proportion to the smallest that was measured (down to a floor), and larger
-    work goes on along the line from the smallest to the largest one.
+    smaller work is in proportion to the smallest that was measured, and larger work goes on along
+    the line from the smallest to the largest one.
 
     Attributes:
         largest: size that was measured; 0 if none was.
@@ -91,7 +91,7 @@ class SecondsBySize:
 
         Args:
             sizes: any shape.
-            floor: work of any size takes that long, unless some was measured that took less.
+            floor: work of any size takes that long.
         """
         wanted = np.asarray(sizes, dtype=float)
         points = sorted((b.size.value, b.seconds.value) for b in self._buckets.values())
@@ -99,9 +99,9 @@ class SecondsBySize:
         # Larger work that took less proves a slow smaller one to be an accident.
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         between = np.interp(wanted, size, seconds)
-        least = max(min(floor, seconds[0]), 0.0)
-        below = np.maximum(least, seconds[0] * wanted / size[0])
+        below = seconds[0] * wanted / size[0]
         slope = (seconds[-1] - seconds[0]) / (size[-1] - size[0]) if len(size) > 1 else 0.0
         above = seconds[-1] + slope * (wanted - size[-1])
-        values: Values = np.where(wanted < size[0], np.minimum(below, seconds[0]), between)
-        return np.where(wanted > size[-1], above, values)
+        values = np.where(wanted < size[0], below, between)
+        values = np.where(wanted > size[-1], above, values)
+        return np.asarray(np.maximum(floor, values))

@@ -6,8 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_subspec.draft.averages import Average
 from vllm_subspec.draft.tree import Tree
 from vllm_subspec.draft.tuning import Cut, DepthTuner, Outcome
+
+_WAITED = 0.02
+"""Share of a pass above which its waits mean that it took as long as the link."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,14 @@ class _Pass:
         rows: tokens in it.
         trees: as scheduled, by request; empty ones too.
         hidden_before: steps that ran within passes until then.
+        idle_before: seconds that the target had waited for weights until then.
     """
 
     since: float
     rows: int
     trees: Mapping[str, Tree]
     hidden_before: int
+    idle_before: float
 
     @property
     def has_prompts(self) -> bool:
@@ -47,7 +53,7 @@ class Pacing:
     Args:
         cut: the fixed one.
         tuner: chooses live; ``None``: always the fixed one.
-        link_s_per_pass: seconds that the link needs for the weights of a pass; 0: not known.
+        idle_s: seconds that the target has waited for weights since start, drafting or not.
         clock: seconds.
     """
 
@@ -55,11 +61,12 @@ class Pacing:
         self,
         cut: Cut,
         tuner: DepthTuner | None,
-        link_s_per_pass: Callable[[], float],
+        idle_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cut, self.tuner = cut, tuner
-        self._link_s_per_pass, self._clock = link_s_per_pass, clock
+        self._idle_s, self._clock = idle_s, clock
+        self._streamed_s = Average()  # of passes that waited
         self._drafted = _Drafted()
         self._pass: _Pass | None = None
 
@@ -69,7 +76,9 @@ class Pacing:
         # The time since the draft is the pass's, unless another pass or a rest lies between.
         goes_on = self._pass is None and not last.req_ids.isdisjoint(num_tokens)
         since = last.at if goes_on else now
-        self._pass = _Pass(since, sum(num_tokens.values()), trees, last.hidden_steps)
+        self._pass = _Pass(
+            since, sum(num_tokens.values()), trees, last.hidden_steps, self._idle_s()
+        )
 
     def end_pass(self, committed: Mapping[str, Sequence[int]], hidden_steps: int) -> None:
         """The pass is over.
@@ -81,8 +90,12 @@ class Pacing:
         last, self._pass = self._pass, None
         if self.tuner is None or last is None:
             return
-        seconds = self._clock() - last.since
-        self.tuner.pass_floor_s = self._link_s_per_pass()
+        seconds, idle_s = self._clock() - last.since, self._idle_s() - last.idle_before
+        if idle_s > _WAITED * seconds:
+            self._streamed_s.add(seconds)
+            self.tuner.pass_floor_s = self._streamed_s.value
+        # A slow disk must not look like many rows: what the target computed is told.
+        seconds -= idle_s
         outcomes = []
         for req_id, tokens in committed.items():
             tree = last.trees.get(req_id, Tree.empty())

@@ -125,7 +125,7 @@ class DepthTuner:
         on_change: told when speculation steps aside or comes back.
 
     Attributes:
-        pass_floor_s: seconds that a pass of any size takes at least: what the link needs.
+        pass_floor_s: seconds that a pass of any size takes at least, since the link needs them.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class DepthTuner:
             self._step_s.add(sequences, seconds / steps)
 
     def observe_prompts(self, rows: int, seconds: float) -> None:
-        """A pass over ``rows``, prompts' among them, took ``seconds``."""
+        """The target computed for ``seconds`` on ``rows``, prompts' among them."""
         self._pass_s.hint(rows, seconds)
 
     def observe_pass(
@@ -175,7 +175,7 @@ class DepthTuner:
 
         Args:
             rows: tokens in the pass.
-            seconds: wall time of the pass, steps inside it included.
+            seconds: that the target computed; its waits for weights are not among them.
             hidden_steps: draft steps that ran inside it.
             outcomes: of the trees that were in it.
         """

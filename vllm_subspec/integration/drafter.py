@@ -147,9 +147,9 @@ class Drafter:
         rows: RowProcessor,
         noise: PositionNoise,
         timeline: Timeline,
-        link_s_per_pass: Callable[[], float],
+        waited_s: Callable[[], float],
     ) -> None:
-        self._link_s_per_pass = link_s_per_pass
+        self._waited_s = waited_s
         self._pacings: dict[DraftPolicy, Pacing] = {}
         self.set_policy(policy)
         self._timeline = timeline
@@ -177,7 +177,7 @@ class Drafter:
         """Draft by ``policy`` from now on."""
         self.policy = policy
         if policy not in self._pacings:  # what was learnt under a policy is good when it returns
-            self._pacings[policy] = _pacing(policy, self._link_s_per_pass)
+            self._pacings[policy] = _pacing(policy, self._idle_s)
         self.pacing = self._pacings[policy]
 
     def draft(
@@ -233,6 +233,9 @@ class Drafter:
     def _end_draft(self, requests: Sequence[DraftRequest], steps: int, seconds: float) -> None:
         req_ids = [request.req_id for request in requests]
         self.pacing.end_draft(req_ids, steps, seconds, self.counters.overlapped_draft_steps)
+
+    def _idle_s(self) -> float:
+        return self._waited_s() + self.counters.overlapped_draft_seconds
 
     def forget(self, req_id: str) -> None:
         """A request is over: what was grown for it is of no use."""
@@ -381,7 +384,7 @@ class Drafter:
         return draft_attention(layer, query, key, value, self._context, group, self._scratch, index)
 
 
-def _pacing(policy: DraftPolicy, link_s_per_pass: Callable[[], float]) -> Pacing:
+def _pacing(policy: DraftPolicy, idle_s: Callable[[], float]) -> Pacing:
     shape, most_depth = policy.shape, policy.most_depth
     tuner = None
     if most_depth is not None:
@@ -392,7 +395,7 @@ def _pacing(policy: DraftPolicy, link_s_per_pass: Callable[[], float]) -> Pacing
             policy.max_nodes,
             on_change=partial(logger.info, "SubSpec %s"),
         )
-    return Pacing(Cut(shape.depth, policy.max_nodes), tuner, link_s_per_pass)
+    return Pacing(Cut(shape.depth, policy.max_nodes), tuner, idle_s)
 
 
 @contextmanager

@@ -391,12 +391,9 @@ class SubSpecOffloader(BaseOffloader):
         """Bytes that one target pass reads from the slow tier."""
         return self._spill_layout.streamed_bytes if self.streamer is not None else 0
 
-    def link_s_per_pass(self) -> float:
-        """Seconds that the link needs for a pass, as it read so far; 0 where nothing is known."""
-        read = self.statistics()
-        if read is None or not read.bytes_read:
-            return 0.0
-        return self.streamed_bytes_per_pass * read.read_busy_s / read.bytes_read
+    def waited_s(self) -> float:
+        """Seconds that passes have waited for weights since start, and did nothing else."""
+        return 0.0 if self.streamer is None else self.streamer.statistics().wait_s
 
     def close(self) -> None:
         """Stop reading and free the slots; a spill that is not finished is removed. Idempotent."""

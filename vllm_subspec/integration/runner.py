@@ -65,7 +65,7 @@ class SubSpecRunnerMixin:
                 self.rejection_sampler.rows,
                 self.rejection_sampler.noise,
                 self.offloader.timeline,
-                self.offloader.link_s_per_pass,
+                self.offloader.waited_s,
             )
             self.speculation = Speculation(drafter, self.max_model_len)
             self.offloader.while_waiting = drafter.extend

@@ -132,7 +132,7 @@ class Teller:
         ]
 
     def _generate(self, ask: Ask) -> list[Any]:
-        seeds = ask.seeds or [None] * len(ask.prompts)
+        seeds: Sequence[int | None] = ask.seeds or [None] * len(ask.prompts)
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in ask.prompts]
         params = [self._params(**ask.params, seed=seed, flat_logprobs=True) for seed in seeds]
         if not ask.alone:
