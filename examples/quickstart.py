@@ -24,6 +24,7 @@ from rich.table import Table
 from vllm_subspec import envs
 from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.errors import ConfigError, SubSpecError
+from vllm_subspec.files import private_directory
 from vllm_subspec.tools.measure import Run, run_prompts, speculation_figures, stream_figures
 from vllm_subspec.tools.prompts import PROMPTS
 from vllm_subspec.tools.provenance import provenance
@@ -55,7 +56,7 @@ def main(
     interrupt_on_termination()
     try:
         wrong = _quickstart(
-            model or envs.cache_dir() / "example-x2",
+            model or private_directory(envs.cache_dir()) / "example-x2",
             PROMPTS[:prompts],
             new_tokens,
             _parse(options),
@@ -107,7 +108,7 @@ def _serve(
         folder, port, ["--speculative-config", json.dumps(config), *SERVER_OPTIONS]
     )
     console.print(shlex.join(command), style="dim", soft_wrap=True)
-    log = envs.cache_dir() / "logs" / f"quickstart-{name}.log"
+    log = private_directory(envs.cache_dir() / "logs") / f"quickstart-{name}.log"
     starting = console.status("starting; the first time, the shadow is made, which takes minutes")
     starting.start()
     try:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from vllm_subspec.errors import ConfigError
+
 
 def cache_dir() -> Path:
     """Where shadows are cached: ``SUBSPEC_CACHE``, default ``$XDG_CACHE_HOME/vllm-subspec``.
 
-    ``XDG_CACHE_HOME`` defaults to ``~/.cache``.
+    ``XDG_CACHE_HOME`` defaults to ``~/.cache``; one that is no absolute path does not count, as its
+    specification has it.
+
+    Raises:
+        ConfigError: ``SUBSPEC_CACHE`` is no absolute path: server and workers may stand elsewhere,
+            and nobody but a shell expands ``~``.
     """
     if explicit := os.environ.get("SUBSPEC_CACHE"):
+        if not os.path.isabs(explicit):
+            raise ConfigError(f"SUBSPEC_CACHE is {explicit!r}: give an absolute path")
         return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "vllm-subspec"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "vllm-subspec"
 
 
 def limit_onednn_kernels(count: int) -> None:
@@ -26,5 +35,12 @@ def limit_onednn_kernels(count: int) -> None:
 
 
 def allow_untested_vllm() -> bool:
-    """``SUBSPEC_ALLOW_UNTESTED_VLLM=1`` lets SubSpec run outside the tested vLLM range."""
-    return os.environ.get("SUBSPEC_ALLOW_UNTESTED_VLLM", "0") == "1"
+    """``SUBSPEC_ALLOW_UNTESTED_VLLM=1`` lets SubSpec run outside the tested vLLM range.
+
+    Raises:
+        ConfigError: it is set to anything but 0 or 1.
+    """
+    value = os.environ.get("SUBSPEC_ALLOW_UNTESTED_VLLM") or "0"
+    if value not in ("0", "1"):
+        raise ConfigError(f"SUBSPEC_ALLOW_UNTESTED_VLLM is {value!r}: set it to 1, or to 0")
+    return value == "1"

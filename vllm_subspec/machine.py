@@ -13,7 +13,7 @@ import torch
 
 from vllm_subspec import envs
 from vllm_subspec.errors import ConfigError
-from vllm_subspec.files import atomic_replace, private_directory
+from vllm_subspec.files import alone, atomic_replace, private_directory, read_private
 from vllm_subspec.memory import release_freed_memory
 from vllm_subspec.plan import MachineFigures
 from vllm_subspec.shadow import kernel_status
@@ -30,17 +30,21 @@ PASS_OVERHEAD_CALLS_PER_LAYER = 290
 def load_or_measure(directory: Path, dtype: torch.dtype) -> MachineFigures:
     """Figures from the cache, or measured and cached (about 4 s, 512 MiB of disk).
 
+    Of several processes one measures, alone, and the others take its figures: replicas that start
+    together come to the same plan, and so share their spill.
+
     Args:
         directory: where spills lie; created, private, where it is missing.
         dtype: of the target.
 
     Raises:
-        ConfigError: the cached figures are damaged.
+        ConfigError: the cached figures are damaged, or not this user's.
         SpillError: the disk cannot be written or read.
         OSError: a directory cannot be made private.
     """
     path = _cache_file(private_directory(directory), dtype)
-    return _read(path) if path.exists() else measure_anew(directory, dtype)
+    with alone(path.parent):
+        return _read(path) if path.exists() else measure_anew(directory, dtype)
 
 
 def measure_anew(directory: Path, dtype: torch.dtype) -> MachineFigures:
@@ -84,8 +88,8 @@ def _cache_file(folder: Path, dtype: torch.dtype) -> Path:
 
 def _read(path: Path) -> MachineFigures:
     try:
-        return MachineFigures.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+        return MachineFigures.from_json(json.loads(read_private(path)))
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is damaged ({error}): delete it to have this machine measured again"
         ) from error

@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -42,11 +43,13 @@ def load(directory: Path) -> str:
         slow.
 
     Raises:
-        KernelBuildError: there is no compiler, or it failed, or the library cannot be loaded.
+        KernelBuildError: there is no compiler, or it failed, or the library cannot be loaded, or
+            others than this user may have written it.
         OSError: ``directory`` cannot be written.
     """
     if not is_loaded():
         library = build(directory)
+        _check_owner(library)
         try:
             torch.ops.load_library(library)  # type: ignore[no-untyped-call]
         except OSError as error:
@@ -75,6 +78,16 @@ def build(directory: Path) -> Path:
     return library
 
 
+def _check_owner(library: Path) -> None:
+    """Raise unless only this user can have written what will be executed."""
+    info = library.lstat()
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise KernelBuildError(
+            f"{library} is {stat.filemode(info.st_mode)} of user id {info.st_uid}: others than "
+            "this user may have written it, so it is not run; delete it to have it built again"
+        )
+
+
 def _compile(compiler: str, directory: Path) -> Path:
     torch_root = Path(torch.__file__).parent
     library = directory / "subspec.so"
@@ -86,6 +99,7 @@ def _compile(compiler: str, directory: Path) -> Path:
         _run([compiler, *_FLAGS, abi, include, "-c", str(source), "-o", str(objects[-1])])
     libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
     _run([compiler, "-shared", *map(str, objects), "-o", str(library), *libraries])
+    library.chmod(0o700)  # whatever the umask: see `_check_owner`
     with library.open("rb") as file:
         os.fsync(file.fileno())
     return library

@@ -12,6 +12,7 @@ import pytest
 
 import vllm_subspec
 from vllm_subspec import envs
+from vllm_subspec.errors import ConfigError
 
 PACKAGE = Path(vllm_subspec.__file__).parent
 
@@ -66,9 +67,29 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
     assert envs.cache_dir() == Path("/home/somebody/.cache/vllm-subspec")
 
 
+@pytest.mark.parametrize("value", ["cache", "./cache", "~/cache", "~"])
+def test_a_cache_that_depends_on_where_one_stands(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBSPEC_CACHE", value)
+    with pytest.raises(ConfigError, match=f"SUBSPEC_CACHE is '{value}': give an absolute path"):
+        envs.cache_dir()
+    monkeypatch.delenv("SUBSPEC_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert envs.cache_dir() == Path("/home/somebody/.cache/vllm-subspec")
+
+
 @pytest.mark.parametrize(("value", "allowed"), [("1", True), ("0", False), ("", False)])
 def test_allow_untested_vllm(value: str, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBSPEC_ALLOW_UNTESTED_VLLM", value)
     assert envs.allow_untested_vllm() is allowed
     monkeypatch.delenv("SUBSPEC_ALLOW_UNTESTED_VLLM")
     assert envs.allow_untested_vllm() is False
+
+
+@pytest.mark.parametrize("value", ["true", "yes", "2", " 1"])
+def test_neither_yes_nor_no(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBSPEC_ALLOW_UNTESTED_VLLM", value)
+    with pytest.raises(ConfigError, match=f"SUBSPEC_ALLOW_UNTESTED_VLLM is '{value}': set it to 1"):
+        envs.allow_untested_vllm()

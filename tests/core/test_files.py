@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_subspec.files import atomic_replace, private_directory, tensor_digest
+from vllm_subspec.files import (
+    OTHERS_ALL,
+    alone,
+    atomic_replace,
+    open_private,
+    private_directory,
+    read_private,
+    tensor_digest,
+)
 
 
 def mode(path: Path) -> int:
@@ -24,12 +34,14 @@ def mode(path: Path) -> int:
 def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
-        made = private_directory(tmp_path / "a" / "b")
+        made = private_directory(tmp_path / "a" / "b" / "c")
     finally:
         os.umask(umask)
-    assert made == tmp_path.resolve() / "a" / "b"
-    assert mode(made) == 0o700
+    assert made == tmp_path.resolve() / "a" / "b" / "c"
     assert private_directory(made) == made
+    for one in (made, made.parent, made.parent.parent):  # each may be asked for on its own
+        assert mode(one) == 0o700
+        assert private_directory(one) == one
 
 
 def test_a_relative_path_comes_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +97,114 @@ def test_another_users_directory_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(PermissionError, match=f"belongs to user id {owner}"):
         private_directory(tmp_path)
+
+
+# -- open_private and read_private -----------------------------------------------------------------
+
+
+def private_file(path: Path, data: bytes = b"text") -> Path:
+    path.write_bytes(data)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_private_file_is_read(tmp_path: Path) -> None:
+    assert read_private(private_file(tmp_path / "a", "naïve".encode())) == "naïve"
+    assert read_private(private_file(tmp_path / "b", b"\xff!")) == "\ufffd!"
+
+
+def test_a_missing_file_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_private(tmp_path / "a")
+
+
+def test_a_file_that_is_made_is_private(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        os.close(open_private(tmp_path / "a", os.O_RDWR | os.O_CREAT))
+    finally:
+        os.umask(umask)
+    assert mode(tmp_path / "a") == 0o600
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    private_file(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(OSError, match="symbolic links"):
+        read_private(tmp_path / "link")
+
+
+def test_what_is_no_plain_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)  # to open it for reading would wait for a writer
+    (tmp_path / "directory").mkdir(mode=0o700)
+    for name in ("pipe", "directory"):
+        with pytest.raises(PermissionError, match="plain file"):
+            read_private(tmp_path / name)
+
+
+@pytest.mark.parametrize("allowed", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path, allowed: int) -> None:
+    private_file(tmp_path / "a").chmod(allowed)
+    with pytest.raises(
+        PermissionError, match=f"mode 0600, but is {stat.filemode(0o100000 | allowed)}"
+    ):
+        read_private(tmp_path / "a")
+
+
+def test_a_file_that_others_may_read_is_a_matter_of_the_caller(tmp_path: Path) -> None:
+    private_file(tmp_path / "a").chmod(0o644)
+    assert read_private(tmp_path / "a") == "text"
+    with pytest.raises(PermissionError, match="mode 0600"):
+        open_private(tmp_path / "a", closed_to=OTHERS_ALL)
+
+
+def test_another_users_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private_file(tmp_path / "a")
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(PermissionError, match=f"of user id {owner}"):
+        read_private(tmp_path / "a")
+
+
+def test_nothing_of_a_file_too_large_is_read(tmp_path: Path) -> None:
+    private_file(tmp_path / "a")
+    os.truncate(tmp_path / "a", 1 << 40)
+    with pytest.raises(ValueError, match=f"it holds {1 << 40} bytes"):
+        read_private(tmp_path / "a")
+
+
+def test_a_refused_file_is_closed_again(tmp_path: Path) -> None:
+    private_file(tmp_path / "a").chmod(0o666)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(PermissionError):
+        open_private(tmp_path / "a")
+    assert os.listdir("/proc/self/fd") == before
+
+
+# -- alone -----------------------------------------------------------------------------------------
+
+
+def test_one_at_a_time_is_let_in(tmp_path: Path) -> None:
+    inside = []
+
+    def enter(index: int) -> None:
+        with alone(tmp_path):
+            inside.append(index)
+            time.sleep(0.01)
+            inside.append(index)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(enter, range(8)))
+    assert inside[::2] == inside[1::2]
+    assert sorted(inside[::2]) == list(range(8))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_lets_the_next_one_in(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), alone(tmp_path):
+        raise KeyError
+    with alone(tmp_path):
+        pass
 
 
 # -- atomic_replace --------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,42 @@ def test_a_machine_is_measured_once(tmp_path: Path, measuring: Measuring) -> Non
     first = machine.load_or_measure(tmp_path / "spill", torch.bfloat16)
     assert first.link_bytes_per_s == 1e9 + 1
     assert machine.load_or_measure(tmp_path / "spill", torch.bfloat16) == first
+    assert measuring.count == 1
+
+
+def test_of_replicas_that_start_together_one_measures(
+    tmp_path: Path, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    def start(_: int) -> MachineFigures:
+        both.wait(timeout=30)
+        return machine.load_or_measure(tmp_path / "spill", torch.bfloat16)
+
+    def measure(directory: Path, dtype: torch.dtype) -> MachineFigures:
+        time.sleep(0.1)
+        return measuring(directory, dtype)
+
+    monkeypatch.setattr(machine, "measure_machine", measure)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(start, range(2))
+    assert first == second
+    assert measuring.count == 1
+
+
+def test_figures_that_another_could_have_written_are_not_taken(
+    tmp_path: Path, measuring: Measuring
+) -> None:
+    machine.load_or_measure(tmp_path, torch.bfloat16)
+    (path,) = (tmp_path / "cache").glob("machine-*.json")
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match=rf"{path} .*mode 0600.* delete it"):
+        machine.load_or_measure(tmp_path, torch.bfloat16)
+    path.chmod(0o600)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"{path} .*symbolic links.* delete it"):
+        machine.load_or_measure(tmp_path, torch.bfloat16)
     assert measuring.count == 1
 
 

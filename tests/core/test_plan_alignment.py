@@ -175,6 +175,20 @@ def test_a_damaged_measurement_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
+def test_a_measurement_that_another_could_have_written_is_not_taken(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", 1.0)
+    path = Sensitivity.prior(2).store_for(model)
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match=rf"{path} .*mode 0600.* delete it"):
+        Sensitivity.load_for(model)
+    path.chmod(0o600)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"{path} .*symbolic links.* delete it"):
+        Sensitivity.load_for(model)
+
+
+@pytest.mark.usefixtures("cache")
 def test_a_folder_without_weights(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no"):
         Sensitivity.load_for(tmp_path)

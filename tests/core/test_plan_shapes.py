@@ -133,6 +133,15 @@ def test_a_tensor_held_twice(tmp_path: Path) -> None:
         ModelShape.read(tmp_path)
 
 
+@pytest.mark.parametrize("away", ["../model-0.safetensors", "/etc/passwd", "sub/x.safetensors"])
+def test_an_index_that_leads_elsewhere(tmp_path: Path, away: str) -> None:
+    folder = write(tmp_path, index=True)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": away}}))
+    with pytest.raises(ConfigError, match=f"{index} names '{away}', which is no file beside it"):
+        ModelShape.read(folder)
+
+
 def test_a_missing_shard(tmp_path: Path) -> None:
     write(tmp_path, shards=3, index=True)
     (tmp_path / "model-1.safetensors").unlink()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 pytestmark = pytest.mark.engine
@@ -60,3 +62,21 @@ def test_statistics_count_no_token_past_the_end(engine, cases, expected):
     answers = engine.batch([*cases["max-tokens"], *stops])
     committed = engine.statistics()["committed_tokens"] - before
     assert committed == sum(len(answer.tokens) - 1 for answer in answers)
+
+
+def test_no_log_line_and_no_metric_holds_a_prompt_or_an_answer(engine, prompts, caplog):
+    secret = "Zanzibar"
+    loggers = [logging.getLogger(name) for name in ("vllm", "vllm_subspec")]
+    with pytest.MonkeyPatch.context() as patch:
+        for logger in loggers:  # vLLM's hands nothing on to the root, where pytest listens
+            patch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+        loggers[1].setLevel(logging.DEBUG)
+        (answer,) = engine.batch([(f"{secret} {prompts[3]}", {"max_tokens": 40, "seed": 3})])
+        bad = {"bad_words": [secret], "structured_outputs": None, "max_tokens": 8, "stop": [secret]}
+        engine.batch([(secret, bad)])
+        logging.getLogger("vllm_subspec.test").info("heard")
+    loggers[1].setLevel(logging.NOTSET)
+    told = [record.getMessage() for record in caplog.records] + [repr(engine.llm.get_metrics())]
+    assert "heard" in told
+    for hidden in (secret, answer.text[:12], str(list(answer.tokens))[1:30]):
+        assert [line for line in told if hidden in line] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -236,6 +237,42 @@ def test_a_damaged_library_is_named(tmp_path: Path) -> None:
     done = run_python(DAMAGED, str(tmp_path))
     assert "bad.so cannot be loaded" in done.stdout
     assert "delete it" in done.stdout
+
+
+@pytest.mark.parametrize("way", ["0o770", "0o702", "link", "owner"])
+def test_a_library_that_another_could_have_written_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """To load it would run its code."""
+    (tmp_path / "real").touch(0o700)
+    there = tmp_path / "subspec.so"
+    if way == "link":
+        there.symlink_to(tmp_path / "real")
+    else:
+        (tmp_path / "real").rename(there)
+        there.chmod(0o700 if way == "owner" else int(way, 8))
+    if way == "owner":
+        owner = os.geteuid()
+        monkeypatch.setattr(library.os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(library, "is_loaded", lambda: False)
+    monkeypatch.setattr(library, "build", lambda directory: there)
+    monkeypatch.setattr(library.torch.ops, "load_library", pytest.fail)
+    with pytest.raises(KernelBuildError, match="others than this user may have written it"):
+        library.load(tmp_path)
+
+
+def test_a_built_library_is_closed_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "empty.cpp"
+    source.write_text("\n")
+    monkeypatch.setattr(library, "_SOURCES", [source])
+    umask = os.umask(0)
+    try:
+        made = library.build(tmp_path)
+    finally:
+        os.umask(umask)
+    assert made.stat().st_mode & 0o777 == 0o700
 
 
 def test_without_a_compiler_the_reason_is_told(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import resource
 from collections.abc import Iterator
@@ -170,6 +171,53 @@ def test_a_flipped_bit_anywhere_is_an_error(cache: ShadowCache, data: st.DataObj
             cache.load(key, RTN4, BF16)
     finally:
         path.write_bytes(good)
+
+
+def test_a_link_is_not_followed(cache: ShadowCache, tmp_path: Path) -> None:
+    key, path = stored(cache)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ShadowCacheError, match="symbolic links"):
+        cache.load(key, RTN4, BF16)
+    made, from_cache = build_shadows(layer(), RTN4, BF16, cache, "layers.0")
+    assert not from_cache
+    assert not path.is_symlink()
+    assert made.keys() == layer().keys()
+
+
+@pytest.mark.parametrize("allowed", [0o620, 0o602])
+def test_a_file_that_another_could_have_written_is_not_taken(
+    cache: ShadowCache, allowed: int
+) -> None:
+    key, path = stored(cache)
+    path.chmod(allowed)
+    with pytest.raises(ShadowCacheError, match="mode 0600"):
+        cache.load(key, RTN4, BF16)
+
+
+HUGE = 1 << 60
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,  # the header itself is said to be huge
+        {"w": {"dtype": "U8", "shape": [HUGE], "data_offsets": [0, HUGE]}},
+        {"w": {"dtype": "U8", "shape": [HUGE], "data_offsets": [0, 8]}},
+        {"w": {"dtype": "F32", "shape": [1 << 32, 1 << 32], "data_offsets": [0, 8]}},
+        {"w": {"dtype": "U8", "shape": [8], "data_offsets": [HUGE, HUGE + 8]}},
+    ],
+    ids=["header", "tensor", "shape", "overflow", "offset"],
+)
+def test_a_size_that_is_not_there_is_an_error_before_it_is_allocated(
+    cache: ShadowCache, header: dict[str, object] | None
+) -> None:
+    key, path = stored(cache)
+    text = json.dumps(header).encode()
+    length = HUGE if header is None else len(text)
+    path.write_bytes(length.to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ShadowCacheError, match="cannot be read"):
+        cache.load(key, RTN4, BF16)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 8, 100, -4096, -1])

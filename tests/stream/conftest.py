@@ -48,17 +48,21 @@ class SpillCase:
             for layer in self.specs
         ]
 
-    def writer(self, identity: str = "a") -> SpillWriter:
-        return SpillWriter(self.directory, "m", self.layout, identity)
+    def writer(self, identity: str = "a", patience_s: float = 0.0) -> SpillWriter:
+        return SpillWriter(self.directory, "m", self.layout, identity, patience_s=patience_s)
 
     def open(self, identity: str = "a", *, verify: bool = True) -> Spill:
         return Spill.open(self.directory, "m", self.layout, identity, verify=verify)
 
     def write(
-        self, weights: Weights, identity: str = "a", order: tuple[int, ...] = (2, 0, 1)
+        self,
+        weights: Weights,
+        identity: str = "a",
+        order: tuple[int, ...] = (2, 0, 1),
+        patience_s: float = 0.0,
     ) -> list[bool]:
         """Put all layers; per layer, in ``order``, whether it was written and not kept."""
-        with self.writer(identity) as writer:
+        with self.writer(identity, patience_s) as writer:
             written = [writer.put(layer, weights[layer]) for layer in order]
             writer.finish().close()
         return written

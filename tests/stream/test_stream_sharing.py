@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,27 +93,54 @@ def test_a_writer_that_slips_in_while_the_lock_changes_is_noticed(
         case.assert_holds(spill, case.weights(1))
 
 
-def test_of_two_first_runs_one_goes_on(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def both_try_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads meet at their first tries for the exclusive lock, before and after them."""
     real = BlockFile.lock
-    both_tried = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=30)
+    met = {threading.get_ident()}  # this one prepares the case
 
     def lock(self: BlockFile, *, exclusive: bool) -> bool:
+        if not exclusive or threading.get_ident() in met:
+            return real(self, exclusive=exclusive)
+        met.add(threading.get_ident())
+        both.wait()
         locked = real(self, exclusive=exclusive)
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both_tried.wait()
-        both_tried.abort()
+        both.wait()
         return locked
 
-    def run(seed: int) -> bool:
-        try:
-            case.write(case.weights(seed), str(seed))
-        except SpillError:
-            return False
-        return True
-
     monkeypatch.setattr(BlockFile, "lock", lock)
+
+
+@pytest.mark.usefixtures("both_try_at_once")
+@pytest.mark.parametrize("rewritten", [False, True], ids=["no-spill", "of-other-weights"])
+def test_of_two_first_runs_one_writes_and_both_go_on(case: Any, rewritten: bool) -> None:
+    weights = case.weights(0)
+    if rewritten:
+        case.write(weights, "other")
     with ThreadPoolExecutor(2) as pool:
-        assert sorted(pool.map(run, range(2))) == [False, True]
+        runs = [pool.submit(case.write, weights, patience_s=60.0) for _ in range(2)]
+        written = [run.result() for run in runs]
+    # Of other weights are the name and the manifest only: the bytes are kept.
+    assert sorted(written) == [[False] * 3, [not rewritten] * 3]
+    with case.open() as spill:
+        case.assert_holds(spill, weights)
+
+
+@pytest.mark.usefixtures("both_try_at_once")
+def test_of_two_that_find_a_changed_layer_one_writes_it(case: Any) -> None:
+    changed = case.weights(0)
+    with case.writer() as writer:
+        for layer in range(3):
+            writer.put(layer, changed[layer])
+        writer.finish().close()
+    changed[1] = case.weights(1)[1]
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(case.write, changed, patience_s=60.0) for _ in range(2)]
+        written = sorted(run.result() for run in runs)
+    assert written == [[False, False, False], [False, False, True]]  # in the order 2, 0, 1
+    with case.open() as spill:
+        case.assert_holds(spill, changed)
 
 
 def test_a_file_removed_between_open_and_lock_is_opened_anew(
@@ -133,7 +161,95 @@ def test_a_file_removed_between_open_and_lock_is_opened_anew(
 def _python(code: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *arguments]
     root = Path(__file__).parents[2]
-    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)
+
+
+REPLICA = (
+    CHILD
+    + """
+import logging
+logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO, force=True)
+with SpillWriter(directory, "m", layout, "a", patience_s=120.0) as writer:
+    print("open", flush=True)
+    sys.stdin.readline()
+    written = sum(writer.put(n, {"w": torch.full((64, 64), 1.0 + n)}) for n in range(num_layers))
+    spill = writer.finish()
+print("written", written, flush=True)
+spill.verify()
+sys.stdin.readline()
+"""
+)
+
+
+@contextlib.contextmanager
+def _replicas(case: Any, count: int) -> Iterator[list[subprocess.Popen[str]]]:
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(_python(REPLICA, str(case.directory), "3")) for _ in range(count)
+        ]
+
+
+def _lines(child: subprocess.Popen[str], until: str) -> list[str]:
+    """What it prints up to the line that begins so."""
+    assert child.stdout is not None
+    lines = []
+    for line in child.stdout:
+        lines.append(line.rstrip("\n"))
+        if line.startswith(until):
+            return lines
+    raise AssertionError(f"no line begins with {until!r}: {lines}")
+
+
+def _go(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+
+
+def test_a_second_process_waits_for_the_writer_and_shares_its_spill(case: Any) -> None:
+    with _replicas(case, 1) as (first,):
+        assert _lines(first, "open") == ["open"]
+        with _replicas(case, 1) as (second,):
+            waiting = f"waiting up to 120 s for the process that writes {case.spill}"
+            assert _lines(second, "waiting") == [waiting]
+            _go(first)
+            assert _lines(first, "written")[-1] == "written 3"
+            assert _lines(second, "open") == ["open"]
+            _go(second)
+            assert _lines(second, "written")[-1] == "written 0"
+            _go(second)
+            _go(first)
+    assert (first.returncode, second.returncode) == (0, 0)
+
+
+def test_three_processes_that_begin_at_once_share_what_one_of_them_writes(case: Any) -> None:
+    with _replicas(case, 3) as children:
+        for child in children:
+            _go(child)
+        written = [_lines(child, "written")[-1] for child in children]
+        for child in children:
+            _go(child)
+    assert sorted(written) == ["written 0", "written 0", "written 3"]
+    assert [child.returncode for child in children] == [0, 0, 0]
+
+
+def test_who_waits_for_a_writer_that_dies_writes_itself(case: Any) -> None:
+    with _replicas(case, 1) as (first,):
+        _lines(first, "open")
+        with _replicas(case, 1) as (second,):
+            _lines(second, "waiting")
+            first.send_signal(signal.SIGKILL)
+            _lines(second, "open")
+            _go(second)
+            assert _lines(second, "written")[-1] == "written 3"
+            _go(second)
+    assert second.returncode == 0
+
+
+def test_waiting_for_a_writer_has_an_end(case: Any) -> None:
+    with case.writer(), pytest.raises(SpillError, match=r"m\.spill is in use .*stream_dir"):
+        case.writer(patience_s=0.3)
 
 
 def test_a_full_disk_is_found_before_anything_is_written(case: Any) -> None:
@@ -168,7 +284,7 @@ def test_a_killed_writer_leaves_no_false_manifest(case: Any) -> None:
         assert child.stdout.readline() == "written\n"
         for identity in ("old", "new"):
             with pytest.raises(SpillError, match="in use by another process"):
-                SpillWriter(case.directory, "m", layout, identity)
+                SpillWriter(case.directory, "m", layout, identity, patience_s=0.2)
         child.send_signal(signal.SIGKILL)
     for identity in ("old", "new"):
         with pytest.raises(SpillDamagedError, match="no manifest"):

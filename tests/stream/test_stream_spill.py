@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,8 +241,76 @@ def test_a_file_open_to_others_is_refused(case: Any) -> None:
     case.write(case.weights(0))
     case.spill.chmod(0o644)
     for use in (case.open, case.writer):
-        with pytest.raises(SpillError, match="mode 0600, but -rw-r--r--"):
+        with pytest.raises(SpillError, match=r"m\.spill must be .* mode 0600, but is -rw-r--r--"):
             use()
+
+
+def test_a_manifest_that_another_could_have_written_is_refused(case: Any) -> None:
+    case.write(case.weights(0))
+    case.manifest.chmod(0o622)
+    for use in (case.open, case.writer):
+        with pytest.raises(SpillError, match=r"m\.json must be a plain file .* mode 0600"):
+            use()
+
+
+@pytest.mark.parametrize("target", ["m.spill", "m.json"])
+def test_a_pipe_is_refused_without_waiting(case: Any, target: str) -> None:
+    case.write(case.weights(0))
+    (case.directory / target).unlink()
+    os.mkfifo(case.directory / target, 0o600)
+    for use in (case.open, case.writer):
+        with pytest.raises(SpillError, match="plain file"):
+            use()
+
+
+def test_sizes_in_a_manifest_are_never_allocated(case: Any) -> None:
+    """They are compared with what this process works out for itself."""
+    case.write(case.weights(0))
+    fields = json.loads(case.manifest.read_text())
+    assert fields["layout"][0][0][1:2] == [[37, 61]]
+    fields["layout"][0][0][1] = [1 << 30, 1 << 30]
+    case.manifest.write_text(json.dumps(fields))
+    with pytest.raises(SpillDamagedError, match="not this model's"):
+        case.open()
+    assert case.write(case.weights(0)) == [False, False, False]
+    case.open().close()
+
+
+def test_a_manifest_too_large_is_not_read(case: Any) -> None:
+    case.write(case.weights(0))
+    os.truncate(case.manifest, 1 << 40)
+    with pytest.raises(SpillDamagedError, match=f"it holds {1 << 40} bytes"):
+        case.open()
+    assert case.write(case.weights(0)) == [False, False, False]
+    case.open().close()
+
+
+AS_NOBODY = """
+import os, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+for path in sys.argv[1:]:
+    try:
+        open(path, "rb").close()
+    except PermissionError:
+        print("refused")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_user_reads_nothing(case: Any) -> None:
+    case.write(case.weights(0))
+    case.directory.chmod(0o755)  # the worst that is accepted
+    # From within: the test's own folder is closed to others too.
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", AS_NOBODY, "m.spill", "m.json"],
+        cwd=case.directory,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "refused\n" * 2
 
 
 def test_directories_that_cannot_be_used(case: Any, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from vllm_subspec import envs
 from vllm_subspec.draft.tree import TreeShape
 from vllm_subspec.errors import ConfigError
-from vllm_subspec.files import atomic_replace, private_directory
+from vllm_subspec.files import atomic_replace, private_directory, read_private
 from vllm_subspec.plan.values import check_keys, check_number
 
 Values = NDArray[np.float64]
@@ -140,16 +140,16 @@ class Sensitivity:
             directory: a Hugging Face folder.
 
         Raises:
-            ConfigError: the folder holds no weights, or the file is damaged.
+            ConfigError: the folder holds no weights, or the file is damaged or not this user's.
         """
         path = _cache_file(directory)
-        if not path.exists():
-            return None
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
+            return cls.from_json(json.loads(read_private(path)))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{path} is damaged ({error}): delete it, or run `vllm-subspec calibrate` again"
+                f"{path} is damaged ({error}): delete it, or run `vllm-subspec sensitivity` again"
             ) from error
 
     def store_for(self, directory: Path) -> Path:

@@ -172,7 +172,10 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         names = _read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise ConfigError(f"{index} has no weight_map: download the model again")
-        paths = [folder / name for name in sorted(set(map(str, names.values())))]
+        files = sorted(set(map(str, names.values())))
+        if away := [name for name in files if Path(name).name != name]:
+            raise ConfigError(f"{index} names {away[0]!r}, which is no file beside it: remove it")
+        paths = [folder / name for name in files]
     else:
         paths = sorted(folder.glob("*.safetensors"))
     if not paths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from vllm_subspec.errors import ShadowCacheError
-from vllm_subspec.files import atomic_replace, private_directory, tensor_digest
+from vllm_subspec.files import atomic_replace, open_private, private_directory, tensor_digest
 from vllm_subspec.shadow.formats import ShadowSettings, shadow_format
 from vllm_subspec.shadow.linear import ShadowLinear
 
@@ -81,13 +82,10 @@ class ShadowCache:
                 say. Digests are checked over what is returned, names, shapes and dtypes included.
         """
         path = self._path(key)
-        if not path.exists():
-            return None
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                # A copy: the file's own mapping would follow later writes to it, and is unaligned.
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            metadata, tensors = _read(path)
+        except FileNotFoundError:
+            return None
         except (SafetensorError, OSError) as error:
             raise ShadowCacheError(f"shadow cache file {path} cannot be read: {error}") from error
         if metadata != _metadata(key, settings, dtype, tensors):
@@ -119,6 +117,19 @@ class ShadowCache:
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}.safetensors"
+
+
+def _read(path: Path) -> tuple[Mapping[str, str], dict[str, torch.Tensor]]:
+    """What a file says of itself, and its tensors, all of them within the file."""
+    handle = open_private(path)
+    try:
+        # By the descriptor: the file that was looked at, whatever the name leads to by now.
+        with safe_open(f"/proc/self/fd/{handle}", framework="pt") as file:
+            # Copies: the file's own mapping would follow later writes to it, and is unaligned.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return file.metadata() or {}, tensors
+    finally:
+        os.close(handle)
 
 
 def _metadata(

@@ -7,10 +7,11 @@ import fcntl
 import logging
 import mmap
 import os
-import stat
 from pathlib import Path
 
 import torch
+
+from vllm_subspec.files import OTHERS_ALL, open_private
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +50,7 @@ class BlockFile:
         access = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
         self.path = path
         self.direct = False
-        self._fd = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        info = os.fstat(self._fd)
-        private = info.st_uid == os.geteuid() and not info.st_mode & 0o077
-        if not stat.S_ISREG(info.st_mode) or not private:
-            self.close()
-            raise PermissionError(
-                errno.EPERM,
-                f"not a plain file of this user with mode 0600, but {stat.filemode(info.st_mode)} "
-                f"of user id {info.st_uid}",
-            )
+        self._fd = open_private(path, access, closed_to=OTHERS_ALL)
 
     @property
     def size(self) -> int:

@@ -8,9 +8,11 @@ writer removes it before it changes a byte and writes it after the last byte is 
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -20,12 +22,15 @@ from types import TracebackType
 import torch
 
 from vllm_subspec.errors import ConfigError, SpillDamagedError, SpillError
-from vllm_subspec.files import private_directory
+from vllm_subspec.files import private_directory, read_private
 from vllm_subspec.stream.blockfile import BlockFile, aligned_buffer
 from vllm_subspec.stream.integrity import Integrity, Stamp
 from vllm_subspec.stream.layout import SpillLayout
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 1
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -80,20 +85,16 @@ class Manifest:
         """The manifest at ``path``, None where there is none.
 
         Raises:
-            OSError: it cannot be read, or is a symlink.
+            OSError: it cannot be read, or is a symlink or another user's.
             SpillDamagedError: it is no manifest of this format.
         """
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        with open(handle, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-        try:
-            fields = json.loads(text)
+            fields = json.loads(read_private(path))
             if fields.pop("format") != FORMAT:
                 raise ValueError("unknown format")
             return cls(str(fields["identity"]), fields["layout"], tuple(fields["digests"]))
+        except FileNotFoundError:
+            return None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpillDamagedError(
                 f"{path} is no spill manifest of format {FORMAT} ({error}); remove it and load the "
@@ -113,28 +114,43 @@ class Manifest:
         return None
 
 
-def open_locked(paths: SpillPaths, *, create: bool) -> BlockFile:
-    """Open the spill file under a shared lock, without waiting.
+def open_locked(paths: SpillPaths, *, create: bool, patience_s: float = 0.0) -> BlockFile:
+    """Open the spill file under a shared lock.
+
+    Args:
+        paths: of the spill.
+        create: make the file where it is missing.
+        patience_s: how long to wait for a process that is writing it.
 
     Raises:
         OSError: it cannot be opened.
-        SpillError: another process is writing it.
+        SpillError: another process is still writing it.
     """
+    deadline = time.monotonic() + patience_s
+    waiting = False
     while True:
         file = BlockFile(paths.spill, create=create)
         if not file.lock(exclusive=False):
             file.close()
-            raise in_use(paths)
-        if file.is_linked:
+            if time.monotonic() >= deadline:
+                raise in_use(paths)
+            if not waiting:
+                logger.info(
+                    "waiting up to %.0f s for the process that writes %s", patience_s, paths.spill
+                )
+            waiting = True
+            time.sleep(_POLL_S)
+        elif file.is_linked:
             return file
-        file.close()  # a writer that failed removed it between our open and our lock
+        else:
+            file.close()  # a writer that failed removed it between our open and our lock
 
 
 def in_use(paths: SpillPaths) -> SpillError:
     """The error of a spill that another process's lock keeps from this one."""
     return SpillError(
         f"{paths.spill} is in use by another process: it streams other weights from it, or is "
-        "writing it just now. Stop or await that process, or set stream_dir to another directory"
+        "writing it. Stop or await that process, or set stream_dir to another directory"
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +16,17 @@ import torch
 
 from vllm_subspec.errors import SpillDamagedError, SpillError
 from vllm_subspec.files import atomic_replace, private_directory, tensor_digest
-from vllm_subspec.stream.blockfile import IO_BYTES, aligned_buffer, split
+from vllm_subspec.stream.blockfile import IO_BYTES, BlockFile, aligned_buffer, split
 from vllm_subspec.stream.layout import ALIGNMENT, SpillLayout, round_up
 from vllm_subspec.stream.spill import Manifest, Spill, SpillPaths, in_use, open_locked
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_S = 1800.0
+"""For another process that writes the spill just now, as a replica that started as we did."""
+
+_TRIES, _PAUSE_S = 20, (0.01, 0.1)
+"""For a lock that others hold: those that begin together give it up in turn, users do not."""
 
 MISSING, OTHER, DAMAGED = "missing", "of other weights", "damaged"
 
@@ -28,7 +36,8 @@ class SpillWriter:
 
     A layer whose bytes a former run left on the disk is read back and kept if they are the same.
     That needs a shared lock only, so processes with the same weights share one spill; the lock
-    becomes exclusive before the first byte changes. Holds one layer in memory besides the
+    becomes exclusive before the first byte changes. Of processes that find no spill, one writes it
+    and the others wait for it. Holds one layer in memory besides the
     caller's, of a mapped tensor a few MB. Use it as a context manager: left before ``finish``, it
     removes what it wrote.
 
@@ -37,25 +46,35 @@ class SpillWriter:
         name: file name without ``.spill``; processes with different weights need different names.
         layout: what the layers hold.
         identity: the caller's name for the weights, e.g. a digest of model, revision and placement.
+        patience_s: how long to wait for a process that is writing the file.
 
     Raises:
-        SpillError: no directory, no file, no space, or another process uses the file.
+        SpillError: no directory, no file, no space, or another process uses the file for other
+            weights, or is still writing it.
     """
 
-    def __init__(self, directory: Path, name: str, layout: SpillLayout, identity: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        layout: SpillLayout,
+        identity: str,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._layout = layout
         self._identity = identity
+        self._patience_s = patience_s
         self._digests: dict[int, str] = {}
         self._rewritten: dict[int, str] = {}
         self._exclusive = self._closed = False
         paths = SpillPaths(directory, name)
         with paths.reporting("create", layout.total_bytes):
             self._paths = SpillPaths(private_directory(directory), name)
-            self._file = open_locked(self._paths, create=True)
+            self._file = self._open()
         with self._discarding_on_failure("create"):
             self._former, self._reason = self._look()
-            self._bytes_found = self._file.size
-            if self._former is None or self._bytes_found != layout.total_bytes:
+            if not self._is_whole():
                 self._begin_rewrite()
             self._file.use_direct()
             self._staging = aligned_buffer(max(layout.slot_bytes, IO_BYTES if layout.mapped else 0))
@@ -75,7 +94,7 @@ class SpillWriter:
         if layer not in range(self._layout.num_layers):
             raise SpillError(f"layer {layer} is not among the {self._layout.num_layers} streamed")
         staged = self._layout.layers[layer].stage(self._staging, tensors, f"layer {layer}")
-        return self._bring(layer, split(staged, IO_BYTES), tensor_digest(staged))
+        return self._bring(layer, lambda: split(staged, IO_BYTES), tensor_digest(staged))
 
     def put_mapped(self, name: str, tensor: torch.Tensor) -> bool:
         """Bring one mapped tensor to the disk, a few MB at a time; returns True if written.
@@ -93,7 +112,7 @@ class SpillWriter:
         unit.check_tensors({name: tensor}, f"mapped tensor {name!r}")
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         padding = torch.zeros(unit.nbytes - len(data), dtype=torch.uint8)
-        return self._bring(index, self._staged_parts(data), tensor_digest(data, padding))
+        return self._bring(index, lambda: self._staged_parts(data), tensor_digest(data, padding))
 
     def _staged_parts(self, data: torch.Tensor) -> Iterator[torch.Tensor]:
         """``data`` (uint8 [n]) in aligned pieces, the last one padded with zeros."""
@@ -102,17 +121,17 @@ class SpillWriter:
             staged[: len(part)].copy_(part)
             yield staged
 
-    def _bring(self, index: int, parts: Iterable[torch.Tensor], digest: str) -> bool:
+    def _bring(self, index: int, parts: Callable[[], Iterable[torch.Tensor]], digest: str) -> bool:
         """Make unit ``index`` on the disk equal to ``parts`` in a row; True if it was not."""
-        offset = self._layout.units[index].offset
-        keep = True
         with self._discarding_on_failure("write"):
-            for part in parts:
-                keep = keep and self._is_on_disk(part, offset)
-                if not keep:
-                    self._begin_rewrite()
+            keep = self._is_on_disk(index, parts()) or not self._begin_rewrite(
+                lambda: self._is_on_disk(index, parts())
+            )
+            if not keep:
+                offset = self._layout.units[index].offset
+                for part in parts():
                     self._file.write_from(part, offset)
-                offset += len(part)
+                    offset += len(part)
         if not keep:
             self._rewritten[index] = self._why(index, digest)
         self._digests[index] = digest
@@ -133,13 +152,13 @@ class SpillWriter:
         digests = tuple(self._digests[index] for index in units)
         manifest = Manifest(self._identity, self._layout.describe(), digests)
         with self._discarding_on_failure("finish"):
-            if self._exclusive or manifest != self._former:
-                self._begin_rewrite()
+            if (self._exclusive or manifest != self._former) and self._begin_rewrite():
                 self._file.sync()
                 with atomic_replace(self._paths.manifest) as temporary:
                     temporary.write_text(manifest.dump(), encoding="utf-8")
                 self._exclusive = False
-                self._change_lock(exclusive=False, expected=manifest)
+                if not self._change_lock(exclusive=False, expected=manifest):
+                    raise in_use(self._paths)
         self._report()
         self._closed = True  # the file and its lock are the Spill's now
         self._staging = self._readback = torch.empty(0)
@@ -177,29 +196,75 @@ class SpillWriter:
         fits = manifest.mismatch(self._layout, self._identity) is None
         return (manifest if fits else None), OTHER
 
-    def _begin_rewrite(self) -> None:
-        """Make this process the only user, and void the manifest before any byte changes."""
-        if self._exclusive:
-            return
-        self._change_lock(exclusive=True, expected=self._former)
-        self._exclusive = True
-        self._paths.manifest.unlink(missing_ok=True)
-        _sync_directory(self._paths.directory)
-        self._file.allocate(self._layout.total_bytes)
+    def _is_whole(self) -> bool:
+        return self._former is not None and self._bytes_found == self._layout.total_bytes
 
-    def _change_lock(self, *, exclusive: bool, expected: Manifest | None) -> None:
+    def _open(self) -> BlockFile:
+        file = open_locked(self._paths, create=True, patience_s=self._patience_s)
+        self._bytes_found = file.size
+        return file
+
+    def _begin_rewrite(self, suffices: Callable[[], bool] = lambda: True) -> bool:
+        """Make this process the only user, and void the manifest before any byte changes.
+
+        Args:
+            suffices: whether a whole spill that another process left is what is needed.
+
+        Returns:
+            False if another process wrote the spill of these weights meanwhile, which is shared.
+
+        Raises:
+            SpillError: others use the file for other weights.
+        """
+        if self._exclusive:
+            return True
+        for _ in range(_TRIES):
+            if self._change_lock(exclusive=True, expected=self._former):
+                self._exclusive = True
+                self._paths.manifest.unlink(missing_ok=True)
+                _sync_directory(self._paths.directory)
+                self._file.allocate(self._layout.total_bytes)
+                return True
+            if self._share_anew() and suffices():
+                return False
+        raise in_use(self._paths)
+
+    def _share_anew(self) -> bool:
+        """After a try for the lock, which costs the one we had: whether a whole spill is there.
+
+        Raises:
+            SpillError: it does not vouch for what was put so far, or is still being written.
+        """
+        was_direct = self._file.direct
+        self._file.close()
+        time.sleep(random.uniform(*_PAUSE_S))
+        self._file = self._open()
+        self._former, self._reason = self._look()
+        digests = self._former.digests if self._former is not None and self._is_whole() else None
+        if any(digests is None or digests[i] != put for i, put in self._digests.items()):
+            raise in_use(self._paths)
+        if was_direct:
+            self._file.use_direct()
+        return digests is not None
+
+    def _change_lock(self, *, exclusive: bool, expected: Manifest | None) -> bool:
         # flock drops the old lock before it takes the new one. Whoever wrote in between had to
         # void the manifest, so an unchanged one proves that nobody did.
         locked = self._file.lock(exclusive=exclusive)
-        if not locked or not self._file.is_linked or self._look()[0] != expected:
-            raise in_use(self._paths)
+        return locked and self._file.is_linked and self._look()[0] == expected
 
-    def _is_on_disk(self, part: torch.Tensor, offset: int) -> bool:
-        if offset + len(part) > self._bytes_found:
+    def _is_on_disk(self, index: int, parts: Iterable[torch.Tensor]) -> bool:
+        unit = self._layout.units[index]
+        if unit.offset + unit.nbytes > self._bytes_found:
             return False
-        there = self._readback[: len(part)]
-        self._file.read_into(there, offset)
-        return torch.equal(there, part)
+        offset = unit.offset
+        for part in parts:
+            there = self._readback[: len(part)]
+            self._file.read_into(there, offset)
+            if not torch.equal(there, part):
+                return False
+            offset += len(part)
+        return True
 
     def _why(self, layer: int, digest: str) -> str:
         if self._former is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_subspec import envs
 from vllm_subspec.errors import ConfigError
+from vllm_subspec.files import private_directory
 from vllm_subspec.plan import Placement
 from vllm_subspec.tools.bench_figures import Figures, figures, losses, slot_bytes, spread
 from vllm_subspec.tools.bench_gate import Gate
@@ -124,7 +125,7 @@ class Bench:
 
     def _run(self, runs: ModeRuns, job: Job) -> dict[str, Any] | None:
         limit = self.work.budget_bytes + RUNTIME_ALLOWANCE_BYTES
-        log = envs.cache_dir() / "logs" / f"bench-{runs.mode.name}.log"
+        log = private_directory(envs.cache_dir() / "logs") / f"bench-{runs.mode.name}.log"
         try:
             result, memory = run_worker(job, limit, log)
         except WorkerKilled as error:

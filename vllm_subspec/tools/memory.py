@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_subspec import envs
+from vllm_subspec.files import private_directory
 from vllm_subspec.tools.measure import ask, openai_client
 from vllm_subspec.tools.serving import Memory, free_port, running, vllm_serve
 
@@ -51,7 +52,7 @@ def measure_memory(model: Path) -> Iterator[MemoryUse]:
             options.append(f"--speculative-config={json.dumps(speculative_config)}")
         # This variable would win over the size of the KV cache above.
         command = ["env", "-u", "VLLM_CPU_KVCACHE_SPACE", *vllm_serve(model, port, options)]
-        log = envs.cache_dir() / "logs" / "memory.log"
+        log = private_directory(envs.cache_dir() / "logs") / "memory.log"
         with running(command, port, log, timeout_s=600) as server, openai_client(server) as client:
             ask(client, str(model), _PROMPT, _NEW_TOKENS, lambda text: None)
             yield MemoryUse(way, server.memory())
