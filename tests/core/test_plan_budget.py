@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_subspec.errors import ConfigError
 from vllm_subspec.plan import device_memory_bytes, parse_budget
+from vllm_subspec.plan.budget import divided
 
 TOTAL = 1_000_000_007
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -118,3 +119,20 @@ def test_a_system_without_proc_asks_for_bytes(tmp_path: Path) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert 2**26 < device_memory_bytes() < 2**50
+
+
+@pytest.mark.parametrize(
+    ("value", "each"),
+    [
+        ("70%", 0.35),
+        (0.5, 0.25),
+        ("auto", 0.35),
+        ("8GiB", "8GiB"),
+        (1200, 1200),
+        ("1.5GB", "1.5GB"),
+    ],
+)
+def test_of_a_share_each_replica_has_its_part(value: str | float, each: str | float) -> None:
+    assert divided(value, 2) == each
+    assert divided(value, 1) == value
+    assert parse_budget(divided(value, 2), 1000) == parse_budget(each, 1000)

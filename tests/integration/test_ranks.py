@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.engine
 
@@ -28,35 +27,56 @@ def test_several_ranks_do_neither():
     assert policy.most_depth is None
 
 
-def test_all_ranks_plan_by_the_first_ones_figures(monkeypatch, tmp_path):
+class Group:
+    """A tensor-parallel group of which one rank is looked at after the other."""
+
+    def __init__(self):
+        self.rank_in_group = 0
+        self.sent = None
+
+    def broadcast_object(self, value, src):
+        assert src == 0
+        if self.rank_in_group == src:
+            self.sent = value
+        return self.sent
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """The placement of each of two ranks, whose machines have other figures."""
     from vllm_subspec.config import SubSpecConfig
     from vllm_subspec.integration import placing
-    from vllm_subspec.plan.machine import DEFAULT
 
-    sent = []
-    measured = []
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
 
-    class Group:
-        def __init__(self, rank):
-            self.rank_in_group = rank
+    def on_both(place_model):
+        group, outcomes = Group(), []
+        monkeypatch.setattr(placing, "get_tp_group", lambda: group)
+        monkeypatch.setattr(placing, "place_model", lambda *_: place_model(group.rank_in_group))
+        for group.rank_in_group in (0, 1):
+            try:
+                outcomes.append(placing.place_on_ranks(SubSpecConfig(), vllm_config, [], []))
+            except ValueError as error:
+                outcomes.append(error)
+        return outcomes
 
-        def broadcast_object(self, value, src):
-            assert src == 0
-            if self.rank_in_group == src:
-                sent.append(value)
-            return sent[0]
+    return on_both
 
-    def load_or_measure(directory, dtype):
-        measured.append(directory)
-        return DEFAULT
 
-    monkeypatch.setattr(placing, "load_or_measure", load_or_measure)
-    config = SubSpecConfig(stream_dir=tmp_path, memory_budget="1GiB")
-    vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-    )
-    for rank in (0, 1):
-        monkeypatch.setattr(placing, "get_tp_group", lambda rank=rank: Group(rank))
-        assert placing._machine(config, vllm_config) == DEFAULT
-    assert measured == [tmp_path]
+def test_all_ranks_take_the_first_ones_placement(place):
+    from vllm_subspec.plan import place as place_by_count
+
+    first, second = place(lambda rank: place_by_count(4, 1 + rank, 2))
+    assert first == second == place_by_count(4, 1, 2)
+
+
+def test_all_ranks_refuse_what_the_first_one_refuses(place):
+    from vllm_subspec.errors import BudgetError
+
+    def refuse(rank):
+        assert rank == 0
+        raise BudgetError("too small")
+
+    outcomes = place(refuse)
+    assert [type(outcome) for outcome in outcomes] == [BudgetError] * 2
+    assert [str(outcome) for outcome in outcomes] == ["too small"] * 2

@@ -128,6 +128,8 @@ def test_contradictory_arguments(arguments: dict[str, Any], part: str, llama: st
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2: .*--tensor-parallel-size"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"distributed_executor_backend": "ray"}, "Ray's executor: .* --nnodes"),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "Ray's executor: .* --nnodes"),
         ({"enable_dbo": True}, "--enable-dbo"),
         ({"quantization": "fp8"}, "--quantization fp8: .* unquantised target"),
         (
@@ -209,6 +211,7 @@ def test_more_resident_layers_than_can_be(layers: int, llama: str) -> None:
     "arguments",
     [
         {"tensor_parallel_size": 2},
+        {"data_parallel_size": 2},
         {"load_format": "dummy"},
         {"dtype": "bfloat16"},
         {"enable_prefix_caching": False},
@@ -220,6 +223,23 @@ def test_more_resident_layers_than_can_be(layers: int, llama: str) -> None:
 )
 def test_what_is_served(arguments: dict[str, Any], llama: str) -> None:
     assert "subspec" in ask(llama, **arguments).additional_config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "share"),
+    [
+        ({}, "60%"),
+        ({"data_parallel_size": 2}, 0.3),
+        ({"data_parallel_size": 3, "data_parallel_size_local": 2}, 0.3),
+    ],
+    ids=str,
+)
+def test_replicas_on_one_machine_divide_a_share(
+    arguments: dict[str, Any], share: Any, llama: str
+) -> None:
+    options = {"memory_budget": "60%"}
+    config = ask(llama, options, data_parallel_address="127.0.0.1", **arguments)
+    assert config.additional_config["subspec"]["memory_budget"] == share
 
 
 def test_weights_replaced_in_place() -> None:

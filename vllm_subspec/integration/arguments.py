@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.errors import ConfigError
+from vllm_subspec.plan.budget import divided
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,9 @@ def translate(engine_args: Any) -> SubSpecConfig:
     options = additional[CONFIG_KEY] if beside else _options(engine_args)
     config = SubSpecConfig(**options)
     refuse_arguments(engine_args, config)
+    if config.memory_budget is not None:  # an engine does not know of its replicas
+        budget = divided(config.memory_budget, _replicas_here(engine_args))
+        config = config.model_copy(update={"memory_budget": budget})
     settings: dict[str, Any] = {CONFIG_KEY: config.to_options()}
     engine_args.worker_cls = CPU_WORKER
     if beside:
@@ -95,6 +99,12 @@ def translate(engine_args: Any) -> SubSpecConfig:
         logger.info("SubSpec runs the model eagerly: draft view and streaming hooks are Python")
         engine_args.enforce_eager = True
     return config
+
+
+def _replicas_here(engine_args: Any) -> int:
+    """Data-parallel replicas that this command starts on this machine."""
+    everywhere = engine_args.data_parallel_size // engine_args.nnodes
+    return max(1, engine_args.data_parallel_size_local or everywhere)
 
 
 def _method_beside(engine_args: Any) -> str | None:

@@ -27,7 +27,7 @@ from vllm_subspec.integration.linear import (
     View,
     plain_linears,
 )
-from vllm_subspec.integration.placing import head_shape, place_model, spill_directory
+from vllm_subspec.integration.placing import head_shape, place_on_ranks, spill_directory
 from vllm_subspec.integration.vocabulary import Vocabulary
 from vllm_subspec.memory import release_freed_memory
 from vllm_subspec.plan import Placement
@@ -123,7 +123,7 @@ class SubSpecOffloader(BaseOffloader):
         if not any(layer.linears for layer in self._layers):
             raise UnsupportedError(_NO_LINEARS)
         linears = [layer.linears for layer in self._layers]
-        self._placement = place_model(self.config, self._vllm_config, modules, linears)
+        self._placement = place_on_ranks(self.config, self._vllm_config, modules, linears)
         for index, layer in enumerate(self._layers):
             if self._bits(index) is not None:
                 for name, linear in layer.linears.items():

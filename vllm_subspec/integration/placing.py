@@ -14,9 +14,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
 from vllm_subspec import envs
 from vllm_subspec.config import SubSpecConfig
+from vllm_subspec.errors import SubSpecError
 from vllm_subspec.machine import load_or_measure
 from vllm_subspec.plan import (
-    MachineFigures,
     ModelShape,
     Placement,
     Sensitivity,
@@ -34,6 +34,32 @@ logger = init_logger("vllm.subspec")
 AUTO_SLOTS = 3
 HEAD_BITS = 8
 """Of the head's shadow without a budget: a low-bit head costs more agreement than all layers."""
+
+
+def place_on_ranks(
+    config: SubSpecConfig,
+    vllm_config: VllmConfig,
+    layers: Sequence[nn.Module],
+    linears: Sequence[Mapping[str, LinearBase]],
+) -> Placement:
+    """``place_model`` as the first rank has it, on all ranks, errors included.
+
+    What it rests on (memory, figures, kernels, sensitivity) may differ between machines.
+    """
+    if ranks_of(vllm_config) == 1:
+        return place_model(config, vllm_config, layers, linears)
+    group = get_tp_group()
+    outcome: Placement | SubSpecError | None = None
+    if group.rank_in_group == 0:
+        try:
+            outcome = place_model(config, vllm_config, layers, linears)
+        except SubSpecError as error:
+            outcome = error
+    outcome = group.broadcast_object(outcome, src=0)
+    if isinstance(outcome, SubSpecError):
+        raise outcome
+    assert isinstance(outcome, Placement)
+    return outcome
 
 
 def place_model(
@@ -68,7 +94,9 @@ def place_model(
         shape,
         budget,
         kv_bytes,
-        _machine(config, vllm_config).throttled(config.emulate_link),
+        load_or_measure(spill_directory(config), vllm_config.model_config.dtype).throttled(
+            config.emulate_link
+        ),
         (Sensitivity.load_for(directory) if directory.is_dir() else None)
         or Sensitivity.prior(len(layers)),
         sequences=_sequences(vllm_config, kv_bytes),
@@ -117,17 +145,6 @@ def _warn_if_it_fits(
         whose,
         scope="global",
     )
-
-
-def _machine(config: SubSpecConfig, vllm_config: VllmConfig) -> MachineFigures:
-    """The first rank's figures, on all ranks: they must come to the same plan."""
-    dtype = vllm_config.model_config.dtype
-    if ranks_of(vllm_config) == 1:
-        return load_or_measure(spill_directory(config), dtype)
-    group = get_tp_group()
-    is_first = group.rank_in_group == 0
-    figures = load_or_measure(spill_directory(config), dtype).to_json() if is_first else None
-    return MachineFigures.from_json(group.broadcast_object(figures, src=0))
 
 
 def _place_by_count(config: SubSpecConfig, vllm_config: VllmConfig, num_layers: int) -> Placement:

@@ -63,6 +63,11 @@ def _refused_features(args: Any, config: SubSpecConfig) -> _Refusals:
             f"--{kind}-context-parallel-size {size}",
             "a tree's keys and values lie on one rank",
         )
+    yield (
+        "ray" in (args.distributed_executor_backend, args.data_parallel_backend),
+        "Ray's executor",
+        "vLLM has none for CPUs; ranks on several machines: --nnodes, --node-rank, --master-addr",
+    )
     yield (args.enable_dbo, "--enable-dbo", "a tree's batch cannot be split in two")
     yield (
         args.quantization is not None,

@@ -48,6 +48,16 @@ def parse_budget(value: str | int | float, total_bytes: int) -> int:
     return int(exact)
 
 
+def divided(value: str | int | float, parts: int) -> str | int | float:
+    """A budget for each of ``parts`` processes: of a share their part, a size as it is.
+
+    Raises:
+        ConfigError: ``value`` is no budget.
+    """
+    share = _share(value)
+    return value if share is None or parts == 1 else float(share / parts)
+
+
 def _share(value: str | int | float) -> Decimal | None:
     """The share of the total that ``value`` names, or None where it names a size."""
     if isinstance(value, float):
