@@ -25,6 +25,7 @@ from vllm_subspec.errors import (
     SubSpecError,
     UnsupportedError,
 )
+from vllm_subspec.integration import placing
 from vllm_subspec.integration.linear import ShadowedLinearMethod
 from vllm_subspec.integration.offloader import SubSpecOffloader
 
@@ -115,6 +116,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 get_hidden_size=lambda: 64,
             ),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+            cache_config=SimpleNamespace(kv_cache_memory_bytes=1 << 50),  # nothing fits
             speculative_config=None,
         )
         made.append(SubSpecOffloader(config, vllm_config, rank=0))
@@ -217,8 +219,12 @@ def test_weights_leave_ram_as_they_load(make: Make) -> None:
         assert layer.down.bias.numel() == 64
 
 
-def test_under_tensor_parallelism_shards_of_every_rank_count(make: Make) -> None:
+def test_under_tensor_parallelism_shards_of_every_rank_count(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank's loaders see the whole checkpoint and keep their part of it."""
+    first = SimpleNamespace(rank_in_group=0, broadcast_object=lambda placement, src: placement)
+    monkeypatch.setattr(placing, "get_tp_group", lambda: first)
     offloader, modules = make(ranks=2), layers(1)
     offloader.wrap_modules(iter(modules))
     load(modules[0], checkpoint(1)[0])
