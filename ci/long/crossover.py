@@ -23,8 +23,8 @@ from statistics import median
 from typing import Any
 
 import httpx
+from matplotlib.figure import Figure
 from openai import AsyncOpenAI
-from PIL import Image, ImageDraw, ImageFont
 
 from vllm_subspec.tools.measure import growth
 from vllm_subspec.tools.prompts import PROMPTS
@@ -176,36 +176,20 @@ def points(table: dict[str, dict[int, dict[str, float]]]) -> dict[str, int | Non
 
 
 def draw(table: dict[str, dict[int, dict[str, float]]], title: str, path: Path) -> None:
-    """Tokens/s over clients, one line a mode; clients stand at equal distances."""
-    left, top, width, height = 90, 90, 760, 420
-    image = Image.new("RGB", (left + width + 40, top + height + 70), "white")
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(15)
-    clients = sorted(table["plain"])
-    most = 1.1 * max(cell["tokens_per_s"] for line in table.values() for cell in line.values())
-
-    def at(number: int, rate: float) -> tuple[float, float]:
-        x = left + width * (clients.index(number) + 0.5) / len(clients)
-        return x, top + height * (1 - rate / most)
-
-    pen.text((left, 14), title, fill="black", font=font)
-    for tick in range(6):
-        rate = most * tick / 5
-        y = at(clients[0], rate)[1]
-        pen.line((left, y, left + width, y), fill="#dddddd")
-        pen.text((left - 10, y), f"{rate:.1f}", fill="black", font=font, anchor="rm")
-    for number in clients:
-        where = (at(number, 0)[0], top + height + 10)
-        pen.text(where, str(number), fill="black", font=font, anchor="ma")
-    pen.text((left + width / 2, top + height + 36), "clients", fill="black", font=font, anchor="ma")
-    for row, (mode, line) in enumerate(table.items()):
-        pen.text((left + 10, 36 + 16 * row), f"tokens/s, {mode}: {MEANINGS[mode]}",
-                 fill=COLOURS[mode], font=font)  # fmt: skip
-        dots = [at(number, line[number]["tokens_per_s"]) for number in sorted(line)]
-        pen.line(dots, fill=COLOURS[mode], width=3)
-        for x, y in dots:
-            pen.ellipse((x - 4, y - 4, x + 4, y + 4), fill=COLOURS[mode])
+    """Tokens/s over clients, one line a mode."""
+    figure = Figure(figsize=(8.0, 5.0), layout="constrained")
+    axes = figure.subplots()
+    for mode, line in table.items():
+        clients = sorted(line)
+        rates = [line[number]["tokens_per_s"] for number in clients]
+        axes.plot(clients, rates, "o-", color=COLOURS[mode], label=f"{mode}: {MEANINGS[mode]}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(table["plain"]), [str(number) for number in sorted(table["plain"])])
+    axes.set_ylim(bottom=0)
+    axes.set(title=title, xlabel="clients", ylabel="tokens/s of all clients")
+    axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    image.save(path)
+    figure.savefig(path)
 
 
 def show(table: dict[str, dict[int, dict[str, float]]]) -> None:
@@ -238,7 +222,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-model-len", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write everything here too")
-    parser.add_argument("--plot", type=Path, help="draw it here; the name's ending says how")
+    parser.add_argument("--plot", type=Path, help="draw it here, as .png, .svg or .pdf")
     given = parser.parse_args()
     interrupt_on_termination()
     with tempfile.TemporaryDirectory() as folder:

@@ -73,6 +73,26 @@ def test_the_first_of_a_size_counts_little():
     assert seconds.at(65) < 2.0
 
 
+def test_a_stall_counts_little():
+    """A disk or a process that paused for a minute says nothing of the next pass."""
+    seconds = SecondsBySize()
+    for _ in range(40):
+        seconds.add(65, 1.0)
+    seconds.add(65, 60.0)
+    assert seconds.at(65) < 1.1
+    for _ in range(200):
+        seconds.add(65, 8.0)
+    assert seconds.at(65) > 7.5, "what lasts counts"
+
+
+def test_what_faded_is_replaced():
+    seconds = measured(s1=1.0, s65=50.0)
+    seconds.fade()
+    assert seconds.at([1, 65]).tolist() == [1.0, 50.0]
+    seconds.add(70, 2.0)
+    assert seconds.at([1, 70]).tolist() == [1.0, 2.0]
+
+
 def test_larger_sizes_are_forgotten_when_they_were_avoided_for_long():
     seconds = measured(s1=1.0, s65=50.0)
     for _ in range(127):

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from vllm_subspec.draft.acceptance import Outcome
 from vllm_subspec.draft.pacing import Pacing
 from vllm_subspec.draft.tree import Tree
-from vllm_subspec.draft.tuning import Cut, Outcome
+from vllm_subspec.draft.tuning import Cut
 
 FIXED = Cut(4, 8)
 

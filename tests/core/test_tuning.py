@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_subspec.draft.tuning import NOTHING, Change, Cut, DepthTuner, Outcome, deepest
+from vllm_subspec.draft.acceptance import Outcome
+from vllm_subspec.draft.tuning import NOTHING, Change, Cut, DepthTuner, deepest
 
 FIXED = settings(deadline=None, max_examples=30, derandomize=True)
 
@@ -32,6 +33,7 @@ class Machine:
     first: float = 1.0
     others: int = 8
     sequence_s: float = 0.0  # what each further tree adds to a step
+    floor_s: float | None = None  # what is known of the stream; None: the truth
 
     def pass_seconds(self, rows: int) -> float:
         return max(self.pass_s, rows * self.row_s)
@@ -69,7 +71,7 @@ class Machine:
 
     def cycle(self, tuner: DepthTuner, random: Random, sequences: int = 1, width: int = 4) -> Cut:
         """Draft and verify once; what was drafted."""
-        tuner.pass_floor_s = self.pass_s
+        tuner.pass_floor_s = self.pass_s if self.floor_s is None else self.floor_s
         cut = tuner.next_cut(sequences)
         cut = Cut(cut.depth, min(cut.nodes, width * cut.depth))
         step_s = self.step_s + (sequences - 1) * self.sequence_s
@@ -170,6 +172,19 @@ def test_rejected_drafts_are_given_up_and_tried_again():
     assert [change.is_aside for change in log.changes] == [True, False]
 
 
+def test_a_draft_that_was_slow_for_a_while_comes_back():
+    """Another process took the cores: one probe without it is enough."""
+    log, random = Log(), Random(2)
+    tuner = tuner_of(log=log)
+    Machine(lambda level: 0.9, 0.1, 1.0).run(tuner, 40, random)
+    Machine(lambda level: 0.9, 20.0, 1.0).run(tuner, 100, random)
+    assert tuner.is_aside
+    healthy = Machine(lambda level: 0.9, 0.1, 1.0)
+    cuts = healthy.run(tuner, 150, random)
+    assert healthy.achieved(cuts[-20:]) > 0.9 * healthy.rate(healthy.best(24))
+    assert [change.is_aside for change in log.changes] == [True, False]
+
+
 def test_a_new_request_changes_nothing_where_the_batch_is_too_large():
     machine, tuner = BATCHES["narrow-trees"], tuner_of()
     for _ in range(300):
@@ -189,7 +204,7 @@ def test_noise_at_the_crossover_does_not_make_it_waver(seed):
 
     def noisy() -> Machine:
         swing = random.uniform(0.8, 1.2)
-        return Machine(lambda level: 0.5, 0.5 * swing, 1.0 * random.uniform(0.8, 1.2))
+        return Machine(lambda level: 0.5, 0.5 * swing, random.uniform(0.8, 1.2), floor_s=0.9)
 
     true = Machine(lambda level: 0.5, 0.5, 1.0)
     assert true.rate(true.best(24)) == pytest.approx(true.rate(NOTHING), rel=0.05)

@@ -141,6 +141,14 @@ class Told(DepthTuner):
 
     step_s, pass_s = 0.0, 1.0
 
+    @property
+    def pass_floor_s(self):
+        return self.pass_s
+
+    @pass_floor_s.setter
+    def pass_floor_s(self, value):
+        """The real link's."""
+
     def observe_draft(self, sequences, steps, seconds):
         super().observe_draft(sequences, steps, steps * self.step_s)
 
@@ -152,22 +160,22 @@ class Told(DepthTuner):
 
 
 @pytest.fixture
-def told(engine, monkeypatch):
-    """The tuner of the engine at hand, fresh; ``None`` where the depth is fixed."""
-    drafter = engine.runner.speculation.drafter
-    monkeypatch.setattr("vllm_subspec.integration.drafter.DepthTuner", Told)
-    monkeypatch.setattr(drafter, "_pacings", {})
-    drafter.set_policy(drafter.policy)
-    return drafter.pacing.tuner
-
-
-@pytest.fixture
 def logged(monkeypatch):
     """What SubSpec says at level INFO."""
     lines = []
     logger = logging.getLogger("vllm.subspec")
     monkeypatch.setattr(logger, "info", lambda text, *args: lines.append(text % args))
     return lines
+
+
+@pytest.fixture
+def told(engine, logged, monkeypatch):
+    """The tuner of the engine at hand, fresh; ``None`` where the depth is fixed."""
+    drafter = engine.runner.speculation.drafter
+    monkeypatch.setattr("vllm_subspec.integration.drafter.DepthTuner", Told)
+    monkeypatch.setattr(drafter, "_pacings", {})
+    drafter.set_policy(drafter.policy)
+    return drafter.pacing.tuner
 
 
 def test_stepping_aside_and_coming_back(engine, cases, expected, counted, told, logged):
@@ -186,7 +194,7 @@ def test_stepping_aside_and_coming_back(engine, cases, expected, counted, told, 
     assert engine.staggered(cases["crowd"], every=3) == expected["crowd"]
     assert not told.is_aside
     assert [line.split(":")[0] for line in logged] == [
-        "SubSpec steps aside, since few drafts are accepted",
+        "SubSpec steps aside, since drafts are accepted too seldom for what they cost",
         "SubSpec drafts again",
     ]
 

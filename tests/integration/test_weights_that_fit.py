@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def config_of(tied: bool, kv_bytes: int | None = 4 * MIB, ranks: int = 1) -> SimpleNamespace:
-    """64 x 256 tables of float32, two layers beside them: 64 KiB each."""
+    """64 x 256 tables of float32, and layers beside them: 64 KiB each."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=kv_bytes),
@@ -28,13 +28,13 @@ def config_of(tied: bool, kv_bytes: int | None = 4 * MIB, ranks: int = 1) -> Sim
             get_hidden_size=lambda: 256,
             get_num_kv_heads=lambda parallel: 4,
             get_head_size=lambda: 64,
-            get_num_layers=lambda parallel: 2,
+            get_num_layers=lambda parallel: 16,
         ),
     )
 
 
-LAYERS = [nn.Linear(128, 128, bias=False) for _ in range(2)]
-WEIGHTS = {"tied": 192 << 10, "untied": 256 << 10}
+LAYERS = [nn.Linear(128, 128, bias=False) for _ in range(16)]
+WEIGHTS = {"tied": 17 << 16, "untied": 18 << 16}
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_by_the_memory_where_there_is_no_budget(place, tied):
 
 
 def test_one_sequence_where_the_kv_cache_has_no_size_yet(place):
-    """128 tokens of 2 * 4 * 64 values in 2 layers."""
-    needed = WEIGHTS["tied"] + 512 * 1024
+    """128 tokens of 2 * 4 * 64 values in 16 layers."""
+    needed = WEIGHTS["tied"] + 4 * MIB
     assert len(place({}, True, int(needed / 0.7) + 8, None)[1]) == 1
     assert place({}, True, int(needed / 0.7) - 8, None)[1] == []
 

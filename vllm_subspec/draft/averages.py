@@ -11,6 +11,7 @@ Values = NDArray[np.float64]
 
 MEMORY = 0.97  # weight of what was known, per observation: about the last 30 count
 _FIRST_WEIGHT = 0.1  # of the first time that a size is seen: kernels are made, caches are cold
+_STALL = 3.0  # times as long as usual: a pause of disk or process, which shall not count in full
 _FORGOTTEN = 128  # observations after which a larger size may have become faster
 
 
@@ -59,6 +60,8 @@ class SecondsBySize:
         """Work of ``size`` took ``seconds``."""
         bucket = self._bucket(size)
         is_first = not bucket.seconds.weight
+        if bucket.seconds.weight > 1:
+            seconds = min(seconds, _STALL * bucket.seconds.value)
         bucket.size.add(size)
         bucket.seconds.add(seconds)
         if is_first:
@@ -71,6 +74,11 @@ class SecondsBySize:
         bucket = self._bucket(size)
         if not bucket.size.weight:
             bucket.size.value, bucket.seconds.value = float(size), seconds
+
+    def fade(self) -> None:
+        """Make hints of all measurements: each is replaced when its size is measured next."""
+        for bucket in self._buckets.values():
+            bucket.size.weight = bucket.seconds.weight = 0.0
 
     def forget_larger(self, size: int) -> None:
         """Sizes beyond that were not measured for long: hope again.

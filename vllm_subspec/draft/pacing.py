@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_subspec.draft.acceptance import Outcome
 from vllm_subspec.draft.averages import Average
 from vllm_subspec.draft.tree import Tree
-from vllm_subspec.draft.tuning import Cut, DepthTuner, Outcome
+from vllm_subspec.draft.tuning import Cut, DepthTuner
 
 _WAITED = 0.02
 """Share of a pass above which its waits mean that it took as long as the link."""

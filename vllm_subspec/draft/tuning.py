@@ -17,7 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from vllm_subspec.draft.averages import MEMORY, Average, SecondsBySize, Values
+from vllm_subspec.draft.acceptance import Acceptance, Outcome
+from vllm_subspec.draft.averages import Average, SecondsBySize, Values
 from vllm_subspec.draft.stepping import StepAside
 
 MOST_DEPTH = 48
@@ -30,10 +31,6 @@ def deepest(depth: int) -> int:
 
 _PATIENCE = 8  # cycles between two changes, once a number of requests is known
 _SLACK = 1.02  # what the fastest cut may be ahead of the one that is taken
-_RETRY = 64  # passes after which levels that no tree reached any more are forgotten: drafts change
-_START = 0.95  # a level is accepted so often where nothing is known
-_START_WEIGHT = 2.0
-_FADED_WEIGHT = 4.0  # of what was known before a probe: a few probes shall tell
 _LEAP = 2.0  # a pass may have so many times the rows of the largest one measured
 
 
@@ -47,22 +44,6 @@ class Cut:
 
 NOTHING = Cut(0, 0)
 """The cut of speculation that stepped aside."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one tree.
-
-    Attributes:
-        depth: levels verified.
-        nodes: nodes verified.
-        least_nodes: for each accepted level, from the root down, how few nodes the tree could
-            have been pruned to and still hold the accepted one; the bonus token is not among them.
-    """
-
-    depth: int
-    nodes: int
-    least_nodes: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -92,7 +73,7 @@ class Change:
         if self.is_aside:
             whys = {
                 "batch": "many requests share each pass",
-                "acceptance": "few drafts are accepted",
+                "acceptance": "drafts are accepted too seldom for what they cost",
             }
             what = f"steps aside, since {whys[self.reason]}"
         decode = "1 request decodes" if self.sequences == 1 else f"{self.sequences} requests decode"
@@ -139,16 +120,9 @@ class DepthTuner:
         self.pass_floor_s = 0.0
         self._first, self._most, self._width = depth, most, width
         self._on_change = on_change
-        self._counts = _node_counts(max_nodes)
+        self._acceptance = Acceptance(most, width, max_nodes)
         self._step_s, self._pass_s = SecondsBySize(), SecondsBySize()
         self._hidden_steps = Average()
-        # By level (one more than may be drafted) and node count: accepted, if its parent was.
-        self._accepted = np.full((most + 1, len(self._counts)), _START)
-        self._weight = np.full(self._accepted.shape, _START_WEIGHT)
-        self._is_tried = np.zeros(self._accepted.shape, dtype=bool)
-        self._survives: Values | None = None  # see `_survival`
-        self._known = 0  # levels
-        self._untried = 0
         self._standing: dict[int, _Standing] = {}
         self._aside = StepAside()
 
@@ -184,39 +158,11 @@ class DepthTuner:
             self._pass_s.forget_larger(rows)
         if outcomes and rows == 1 + outcomes[0].nodes:  # one alone: only then are steps hidden
             self._hidden_steps.add(hidden_steps)
-        self.observe_trees(outcomes)
+        self._acceptance.observe(outcomes)
 
     def observe_trees(self, outcomes: Sequence[Outcome]) -> None:
         """What became of the trees in a pass, whatever it took."""
-        if not outcomes:
-            return
-        reached, held = np.zeros_like(self._weight), np.zeros_like(self._weight)
-        for outcome in outcomes:
-            self._count(outcome, reached, held)
-        seen = reached > 0
-        self._weight[seen] = MEMORY * self._weight[seen] + reached[seen]
-        self._accepted[seen] += (held - reached * self._accepted)[seen] / self._weight[seen]
-        self._is_tried |= seen
-        self._survives = None
-        depth = max(outcome.depth for outcome in outcomes)
-        self._untried = self._untried + 1 if depth < self._known else 0
-        if self._untried == _RETRY:
-            self._known, self._untried = max(1, depth), 0
-            self._accepted[self._known :] = _START
-            self._weight[self._known :] = _START_WEIGHT
-            self._is_tried[self._known :] = False
-
-    def _count(self, outcome: Outcome, reached: Values, held: Values) -> None:
-        """Every cut that the tree contains tells what would have become of it."""
-        depth, accepted = min(outcome.depth, self._most), len(outcome.least_nodes)
-        self._known = max(self._known, depth)
-        whole = outcome.nodes >= self._width * outcome.depth  # no larger cut differs from it
-        alive = self._counts <= (self._counts[-1] if whole else outcome.nodes)
-        for level in range(min(depth, accepted + 1)):
-            reached[level] += alive  # its parent was accepted
-            if level < accepted:
-                alive = alive & (self._counts >= outcome.least_nodes[level])
-                held[level] += alive
+        self._acceptance.observe(outcomes)
 
     # -- choosing --------------------------------------------------------------------------------
 
@@ -227,7 +173,7 @@ class DepthTuner:
         nodes of one then.
         """
         if not (self._step_s.is_known and self._pass_s.is_known):
-            nodes = max(1, int(self._counts[-1]) // sequences)
+            nodes = max(1, int(self._acceptance.node_counts[-1]) // sequences)
             return Cut(min(self._first, nodes), nodes)
         cut = self._best(sequences)
         drafting, plain = self.expected_rate(cut, sequences), self.plain_rate(sequences)
@@ -237,7 +183,9 @@ class DepthTuner:
             tau = float(self._tau()[self._at(cut)])
             self._on_change(Change(self.is_aside, sequences, plain, drafting, tau, self._reason()))
         if drafts and self.is_aside:
-            np.minimum(self._weight, _FADED_WEIGHT, out=self._weight)
+            self._acceptance.fade()
+            self._step_s.fade()
+            self._pass_s.fade()
         return cut if drafts else NOTHING
 
     def look_again(self) -> None:
@@ -254,7 +202,7 @@ class DepthTuner:
         return float(sequences / self._pass_s.at(sequences, self.pass_floor_s))
 
     def _at(self, cut: Cut) -> tuple[int, int]:
-        return cut.depth - 1, int(np.searchsorted(self._counts, cut.nodes))
+        return cut.depth - 1, int(np.searchsorted(self._acceptance.node_counts, cut.nodes))
 
     def _reason(self) -> Literal["batch", "acceptance"]:
         """Why to step aside: would a lone request draft?"""
@@ -275,12 +223,13 @@ class DepthTuner:
     def _choose(self, sequences: int) -> Cut:
         rates = self._rates(sequences)
         # Levels and passes beyond the tried ones are a guess: go there step by step.
-        rates[self._known + max(2, self._known // 2) if self._known else self._first :] = 0.0
+        known = self._acceptance.num_levels
+        rates[known + max(2, known // 2) if known else self._first :] = 0.0
         leap = self._rows(sequences) > _LEAP * self._pass_s.largest
         leap[0, 0] = False
         rates[leap] = 0.0
         depth = int((rates.max(1) >= rates.max() / _SLACK).argmax())
-        return Cut(depth + 1, int(self._counts[rates[depth].argmax()]))
+        return Cut(depth + 1, int(self._acceptance.node_counts[rates[depth].argmax()]))
 
     def _rates(self, sequences: int) -> Values:
         """Tokens a second of all requests together, by depth - 1 and node count."""
@@ -288,7 +237,7 @@ class DepthTuner:
         depths = np.arange(1, self._most + 1)[:, None]
         steps = np.broadcast_to(depths, tau.shape).astype(float)
         if sequences == 1 and (hidden := self._hidden_steps.value):
-            followed = self._survival() * self._acceptance()[1:, -1:]
+            followed = self._acceptance.survival() * self._acceptance.below()
             steps = (1 - followed) * depths + followed * np.maximum(0.0, depths - hidden)
         pass_s = self._pass_s.at(self._rows(sequences), self.pass_floor_s)
         rates: Values = sequences * tau / (pass_s + steps * self._step_s.at(sequences))
@@ -297,45 +246,12 @@ class DepthTuner:
     def _rows(self, sequences: int) -> Values:
         """Of a pass, by depth - 1 and node count."""
         depths = np.arange(1, self._most + 1)[:, None]
-        rows: Values = sequences * (1.0 + np.minimum(self._counts, self._width * depths))
+        rows: Values = sequences * (
+            1.0 + np.minimum(self._acceptance.node_counts, self._width * depths)
+        )
         return rows
 
     def _tau(self) -> Values:
         """Tokens a request commits in a pass, by depth - 1 and node count."""
-        tau: Values = 1 + np.cumsum(self._survival(), 0)
+        tau: Values = 1 + np.cumsum(self._acceptance.survival(), 0)
         return tau
-
-    def _survival(self) -> Values:
-        """Share of passes that accept all of a number of levels, by that - 1 and node count."""
-        if self._survives is None:
-            acceptance = self._acceptance()
-            self._survives = np.zeros((self._most, len(self._counts)))
-            share = np.ones(len(self._counts))
-            for level in range(self._most):
-                share = share * acceptance[level]
-                share[self._counts <= level] = 0.0  # a path needs as many nodes as levels
-                # What was seen of fewer nodes lately holds of more, which hold no less.
-                share = np.maximum.accumulate(share)
-                self._survives[level] = share
-        return self._survives
-
-    def _acceptance(self) -> Values:
-        """Of a level whose parent was accepted; those below the known ones are like the last.
-
-        What no tree has told yet of a node count is taken from the next larger one.
-        """
-        last = len(self._counts) - 1
-        own = np.where(self._is_tried, np.arange(last + 1), last + 1)
-        larger = np.minimum.accumulate(own[:, ::-1], 1)[:, ::-1]
-        theirs = np.take_along_axis(self._accepted, larger.clip(0, last), 1)
-        acceptance: Values = np.where(larger <= last, theirs, self._accepted)
-        acceptance[self._known :] = acceptance[max(self._known, 1) - 1]
-        return acceptance
-
-
-def _node_counts(most: int) -> Values:
-    """Node counts to choose from: a power of two or halfway between two, and ``most``."""
-    counts = {most}
-    for exponent in range(most.bit_length()):
-        counts |= {1 << exponent, 3 << exponent >> 1}
-    return np.array(sorted(count for count in counts if 1 <= count <= most), dtype=float)
