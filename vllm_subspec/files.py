@@ -6,12 +6,12 @@ import errno
 import fcntl
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from subspec_kernels.temporary import temporary_directory
 
 OTHERS_WRITE = 0o022
 OTHERS_ALL = 0o077
@@ -121,18 +121,16 @@ def alone(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_replace(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on success it is synced and renamed over ``path``.
+    """Yield an empty temporary file; on success it is synced and renamed over ``path``. Mode 0600.
 
-    On an exception the temporary file is removed and ``path`` stays as it was. Mode 0600.
+    On an exception it is removed and ``path`` stays as it was. What a killed process left of its
+    own is removed by the next that writes beside it.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with temporary_directory(path.parent) as directory:
+        temporary = directory / path.name
+        temporary.touch(0o600, exist_ok=False)
         yield temporary
         temporary.chmod(0o600)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -8,10 +8,11 @@ import platform
 import shutil
 import stat
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
+
+from subspec_kernels.temporary import temporary_directory
 
 _SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
 _COMPILERS = ("g++", "clang++", "c++")
@@ -73,8 +74,8 @@ def build(directory: Path) -> Path:
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
     library = directory / f"subspec-{digest}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=directory) as temporary:
-            os.replace(_compile(compiler, Path(temporary)), library)
+        with temporary_directory(directory) as temporary:
+            os.replace(_compile(compiler, temporary), library)
     return library
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subspec_kernels.temporary import temporary_directory
 
 from vllm_subspec.files import (
     OTHERS_ALL,
@@ -215,7 +218,8 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path.write_text("old")
     path.chmod(0o644)
     with atomic_replace(path) as temporary:
-        assert temporary.parent == tmp_path
+        assert temporary.parent.parent == tmp_path
+        assert mode(temporary.parent) == 0o700
         assert mode(temporary) == 0o600
         temporary.write_text("new")
         assert path.read_text() == "old"
@@ -270,6 +274,44 @@ def test_a_directory_in_the_way_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="a"), atomic_replace(tmp_path / "a") as temporary:
         temporary.write_text("new")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+# -- temporary_directory ---------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from subspec_kernels.temporary import temporary_directory
+with temporary_directory(Path(sys.argv[1])) as directory:
+    (directory / "half").write_bytes(b"x" * 1000)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", KILLED, tmp_path]).returncode == -9
+        assert len(list(tmp_path.glob("*/half"))) == 1
+    (tmp_path / ".subspec-killed-before-its-lock").mkdir()
+    (tmp_path / ".another.tmp").touch()
+    path = tmp_path / "a"
+    with atomic_replace(path) as temporary:
+        temporary.write_text("new")
+        assert {p.name for p in tmp_path.iterdir()} == {".another.tmp", temporary.parent.name}
+    assert {p.name for p in tmp_path.iterdir()} == {".another.tmp", "a"}
+
+
+def test_living_temporary_directories_are_left_alone(tmp_path: Path) -> None:
+    def use(index: int) -> None:
+        for turn in range(50):
+            with temporary_directory(tmp_path) as directory:
+                (directory / "mine").write_text(f"{index} {turn}")
+                assert (directory / "mine").read_text() == f"{index} {turn}"
+                assert mode(directory) == 0o700
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, range(8)))
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- tensor_digest ---------------------------------------------------------------------------------

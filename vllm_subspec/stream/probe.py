@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from subspec_kernels.temporary import temporary_directory
 
 from vllm_subspec.stream.disk import DiskStore
 from vllm_subspec.stream.layout import SpillLayout, TensorSpec
@@ -72,8 +72,8 @@ def _spilled(
     """A store of random layers in ``folder``, and two slots."""
     layout = SpillLayout.of([[TensorSpec("probe", (layer_bytes,), torch.uint8)]] * num_layers)
     weight = torch.randint(256, (layer_bytes,), dtype=torch.uint8)
-    with tempfile.TemporaryDirectory(prefix="probe-", dir=folder) as private:
-        with SpillWriter(Path(private), "probe", layout, "probe") as writer:
+    with temporary_directory(folder) as private:
+        with SpillWriter(private, "probe", layout, "probe") as writer:
             for layer in range(num_layers):
                 writer.put(layer, {"probe": weight})
             store = DiskStore(writer.finish())
