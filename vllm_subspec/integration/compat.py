@@ -49,6 +49,8 @@ SEAMS = tuple(
             "self speculative_config",
         ),
         ("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", "vllm_config"),
+        ("vllm.v1.executor.abstract", "Executor.__init__", "self vllm_config"),
+        ("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", "self timeout"),
         # worker and runner
         ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "self"),
         ("vllm.v1.worker.gpu_worker", "Worker.reload_weights", "self"),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
 from vllm_subspec.integration.arguments import (
+    CONFIG_KEY,
     PROPOSER,
     accept_subspec_on_command_line,
     asks_for_subspec,
@@ -83,6 +84,36 @@ def _validate_as_ours(original: _Function) -> _Function:
     return validate
 
 
+def _end_core_with_its_parent(original: _Function) -> _Function:
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if _is_on(vllm_config):
+            from vllm_subspec.integration.orphans import end_with_parent  # only where asked for
+
+            end_with_parent()
+        original(self, vllm_config, *args, **kwargs)
+
+    return init
+
+
+def _fail_open_requests_at_shutdown(original: _Function) -> _Function:
+    def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        handler = getattr(self, "output_handler", None)
+        if handler is not None and _is_on(self.vllm_config):
+            from vllm.utils.async_utils import run_in_loop
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            fail = self.output_processor.propagate_error
+            run_in_loop(handler.get_loop(), fail, EngineDeadError())
+
+    return shutdown
+
+
+def _is_on(vllm_config: Any) -> bool:
+    additional = vllm_config.additional_config  # by its type it may be no mapping
+    return isinstance(additional, Mapping) and CONFIG_KEY in additional
+
+
 LEDGER = (
     Patch(
         target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
@@ -108,6 +139,23 @@ LEDGER = (
         how="where the proposer is ours, skips that check and looks at our options in extra_args",
         goes_when="vLLM asks the speculative method which parameters it serves",
         replace=_validate_as_ours,
+    ),
+    Patch(
+        target="vllm.v1.executor.abstract:Executor.__init__",
+        why="an engine core whose API server was killed goes on for ever, and its workers with it: "
+        "their memory, and the lock of a spill being written, are not there for the next start",
+        how="first thing in an engine core with SubSpec, has it end with the process that started "
+        "it; workers do the same by themselves",
+        goes_when="vLLM's engine core ends with its parent",
+        replace=_end_core_with_its_parent,
+    ),
+    Patch(
+        target="vllm.v1.engine.async_llm:AsyncLLM.shutdown",
+        why="SIGTERM to a server with open requests stops the engine and then waits for their "
+        "connections to close, while each waits for the engine: for ever, if the client waits too",
+        how="with SubSpec, ends the requests that are open after the shutdown with an error",
+        goes_when="vLLM ends open requests when it shuts down",
+        replace=_fail_open_requests_at_shutdown,
     ),
 )
 

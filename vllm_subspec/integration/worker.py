@@ -8,6 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_subspec import envs
 from vllm_subspec.errors import UnsupportedError
+from vllm_subspec.integration.orphans import end_with_parent
 from vllm_subspec.integration.runner import SubSpecCPUModelRunner
 from vllm_subspec.memory import map_large_blocks
 
@@ -25,6 +26,7 @@ class SubSpecCPUWorker(CPUWorker):
         ``init_device`` offers no seam for the runner's class; a runner holds no weights yet, so
         building it twice costs milliseconds.
         """
+        end_with_parent()
         super().init_device()
         map_large_blocks()
         envs.limit_onednn_kernels(ONEDNN_KERNELS)
