@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from subspec_kernels.temporary import temporary_directory
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig
 
@@ -85,10 +85,8 @@ def write_example_model(directory: Path, model: ExampleModel) -> bool:
         source = open_gguf(packaged_gguf())
         config = _config(source.config(), model)
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent
-        ) as temporary:
-            staging = Path(temporary) / directory.name
+        with temporary_directory(directory.parent) as temporary:
+            staging = temporary / directory.name
             staging.mkdir()
             _write_weights(staging, source, config, model)
             _write_settings(staging, source, config)
