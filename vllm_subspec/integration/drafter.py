@@ -237,6 +237,10 @@ class Drafter:
     def _idle_s(self) -> float:
         return self._waited_s() + self.counters.overlapped_draft_seconds
 
+    def remembered(self) -> set[str]:
+        """Ids of the requests that a growth is kept for."""
+        return {request.req_id for request in self._growing.requests} if self._growing else set()
+
     def forget(self, req_id: str) -> None:
         """A request is over: what was grown for it is of no use."""
         if self._growing and any(r.req_id == req_id for r in self._growing.requests):

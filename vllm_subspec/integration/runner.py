@@ -301,9 +301,11 @@ class SubSpecRunnerMixin:
     def subspec_statistics(self) -> dict[str, Any]:
         """Counters and stream statistics since start."""
         draft = DraftCounters() if self.speculation is None else self.speculation.drafter.counters
-        return self.counters.report(
+        report = self.counters.report(
             draft, self.offloader.statistics(), self.offloader.streamed_bytes_per_pass
         )
+        remembered = set() if self.speculation is None else self.speculation.remembered()
+        return report | {"remembered_requests": len(remembered)}
 
 
 class SubSpecCPUModelRunner(SubSpecRunnerMixin, CPUModelRunner):

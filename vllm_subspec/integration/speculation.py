@@ -38,6 +38,10 @@ class Speculation:
         self._trees: dict[str, Tree] = {}
         self._generators: dict[str, torch.Generator] = {}
 
+    def remembered(self) -> set[str]:
+        """Ids of the requests of which anything is remembered."""
+        return self._trees.keys() | self._generators.keys() | self.drafter.remembered()
+
     def forget(self, req_id: str) -> None:
         """Drop what is remembered of a request that is over."""
         self._trees.pop(req_id, None)
