@@ -1,0 +1,1 @@
+"""What the long proofs of serving share: requests, the clients that ask them, the judgement."""
