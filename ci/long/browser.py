@@ -44,8 +44,10 @@ def look(report: Path, picture: Path) -> dict[str, list[object]]:
         install = ["npm", "install", "--no-audit", "--no-fund", "--silent", *PACKAGES]
         subprocess.run(install, cwd=folder, check=True)
         # The package unpacks its libraries only where it believes to be in a cloud function, and
-        # everything into the folder for temporary files.
-        env = ["env", "-u", "LD_PRELOAD", f"TMPDIR={folder}"]
+        # everything, fonts too, into the folder for temporary files; it seeks the fonts elsewhere.
+        fonts = Path(folder, "fonts.conf")
+        fonts.write_text(f"<fontconfig><dir>{folder}</dir></fontconfig>")
+        env = ["env", "-u", "LD_PRELOAD", f"TMPDIR={folder}", f"FONTCONFIG_FILE={fonts}"]
         env.append("AWS_EXECUTION_ENV=AWS_Lambda_nodejs22.x")
         node = [*env, "node", "look.mjs", str(report.resolve()), str(picture.resolve())]
         seen = subprocess.run(node, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)

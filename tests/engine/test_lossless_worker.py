@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ ASKS = {"greedy": GREEDY, "seeded": SEEDED, "unseeded": UNSEEDED}
 def teller(open_engine, lively_model_dir):
     with open_engine(
         lively_model_dir,
-        {"width": 3, "depth": 6, "bits": 4, "stream": "off", "noise_coupling": False},
+        {"width": 3, "depth": 6, "bits": 4, "stream": "off"},
         max_num_seqs=64,
         max_logprobs=64,
     ) as engine:
@@ -51,7 +53,7 @@ def logits_after(lively_model_dir):
     return logits
 
 
-def tested(teller: Teller, tokens: list[list[int]]) -> Comparison:
+def judge(teller: Teller, tokens: list[list[int]]) -> Comparison:
     """Draws against the laws that the engine itself tells; right ones, as its prompts are."""
     drawn = sorted({("a", tuple(draw)) for draw in tokens})
     params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 64, "detokenize": False}
@@ -89,18 +91,19 @@ def test_seeded_answers_follow_the_noise_that_the_audit_adds(teller, logits_afte
 
 def test_draws_follow_the_law_and_wrong_samplers_do_not(teller) -> None:
     right = {name: teller.tell(ask) for name, ask in ASKS.items()}
-    assert min(test.p for test in tested(teller, right["unseeded"].tokens).tests) > 1e-4
+    assert min(test.p for test in judge(teller, right["unseeded"].tokens).tests) > 1e-4
     assert Coverage.of(right["unseeded"].statistics).from_trees > 100
     for wrong in WRONG_SAMPLERS:
         for name in MUST_FAIL[wrong]:
             ask = ASKS[name]
-            told = teller.tell(Ask(ask.prompts, ask.params, ask.seeds, ask.alone, wrong=wrong))
+            uncoupled = {"noise_coupling": False}  # as the protocol's control does
+            told = teller.tell(replace(ask, policy=uncoupled, wrong=wrong))
             if name == "unseeded":
-                tests = tested(teller, told.tokens).tests
+                tests = judge(teller, told.tokens).tests
                 assert min(test.p for test in tests) < 1e-6, wrong
             else:
                 assert told.tokens != right[name].tokens, (wrong, name)
-    # What was wrong ends with the block.
+    # What was wrong ended with its block.
     assert teller.tell(GREEDY).tokens == right["greedy"].tokens
     assert teller.tell(SEEDED).tokens == right["seeded"].tokens
 

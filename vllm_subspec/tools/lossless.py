@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_subspec import envs
+from vllm_subspec.files import private_directory
 from vllm_subspec.plan import ModelShape, device_memory_bytes
 from vllm_subspec.tools.bench_process import RUNTIME_ALLOWANCE_BYTES, run_job
 from vllm_subspec.tools.lossless_asks import CONTROL_TOKENS, LAW_SIZE, Plan, laws_by_prefix
@@ -97,6 +98,7 @@ class Protocol:
         return {
             "passed": not missed and all(passed(found) for found in checks.values()),
             "reference": reference,
+            "exact": exact,
             "checks": to_json(checks),
             "controls": {
                 wrong: {"meaning": WRONG_SAMPLERS[wrong], "checks": to_json(failing)}
@@ -139,12 +141,10 @@ class Protocol:
         }
         if options is not None:
             arguments["speculative_config"] = {"method": "subspec", **options}
-        # A draft that knows the target's noise is seldom wrong: too seldom for a few draws to show
-        # that it was not asked.
-        policy = {"noise_coupling": False} if name == "control" else {}
-        job = Job(arguments, asks, options is not None, policy)
+        job = Job(arguments, asks, options is not None)
         began = time.monotonic()
-        log = envs.cache_dir() / "logs" / f"verify-{dtype}-{name.replace(' ', '-')}.log"
+        logs = private_directory(envs.cache_dir() / "logs")
+        log = logs / f"verify-{dtype}-{name.replace(' ', '-')}.log"
         told, _ = run_job(_WORKER, asdict(job), log)
         say(f"  {time.monotonic() - began:.0f} s")
         return told

@@ -27,6 +27,7 @@ LAW_SIZE = 64
 
 _TASK_TOKENS = 32
 _GAP_LAW_SIZE = 20
+_DEPTH_TOGETHER = 8
 _CONTROL_SHARE = 4
 CONTROL_TOKENS = 16
 """New tokens of each answer of a wrong sampler: it goes wrong at once or not at all."""
@@ -83,10 +84,13 @@ class Plan:
     Attributes:
         texts: what is asked.
         draws: unseeded requests for each opening.
+        depth_is_open: live tuning finds the depth of trees, and may find that many requests at
+            once pay for none: then those asked together get trees of a fixed depth.
     """
 
     texts: Texts
     draws: int
+    depth_is_open: bool = True
 
     @property
     def seeds(self) -> list[int]:
@@ -100,25 +104,34 @@ class Plan:
         greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": ANSWER_TOKENS}
         draw = {"temperature": 1.0, "max_tokens": DRAWN_TOKENS, "ignore_eos": True}
         openings = [opening for opening in texts.openings.values() for _ in range(self.draws)]
+        fixed = {"depth": _DEPTH_TOGETHER} if self.depth_is_open else {}
         return {
             "greedy": Ask(texts.chats, greedy, alone=True),
             "seeded": Ask(
-                texts.chats, greedy | {"temperature": SEED_TEMPERATURE}, seeds=self.seeds
+                texts.chats,
+                greedy | {"temperature": SEED_TEMPERATURE},
+                seeds=self.seeds,
+                policy=fixed,
             ),
-            "unseeded": Ask(openings, draw | {"detokenize": False}),
-            "tasks": Ask(texts.questions, greedy | {"max_tokens": _TASK_TOKENS}),
+            "unseeded": Ask(openings, draw | {"detokenize": False}, policy=fixed),
+            "tasks": Ask(texts.questions, greedy | {"max_tokens": _TASK_TOKENS}, policy=fixed),
         }
 
     @property
     def of_control(self) -> dict[str, Ask]:
         """By ``SAMPLER/CHECK``, what each wrong sampler must fail in; shorter, and fewer draws."""
-        asks = Plan(self.texts, self.draws // _CONTROL_SHARE).of_judged
+        asks = replace(self, draws=self.draws // _CONTROL_SHARE).of_judged
         found = {}
         for wrong in WRONG_SAMPLERS:
             for name in MUST_FAIL[wrong]:
                 params = dict(asks[name].params)
                 params["max_tokens"] = min(params["max_tokens"], CONTROL_TOKENS)
-                found[f"{wrong}/{name}"] = replace(asks[name], params=params, wrong=wrong)
+                # A draft that knows the target's noise is seldom wrong: too seldom for a few draws
+                # to show that the target was not asked.
+                policy = {**asks[name].policy, "noise_coupling": False}
+                found[f"{wrong}/{name}"] = replace(
+                    asks[name], params=params, policy=policy, wrong=wrong
+                )
         return found
 
     def of_reference(self, drawn: Sequence[tuple[str, Prefix]]) -> dict[str, Ask]:
@@ -133,8 +146,8 @@ class Plan:
                 alone=False,
                 rescore=True,
             ),
-            "seeded": asks["seeded"],
-            "tasks": asks["tasks"],
+            "seeded": replace(asks["seeded"], policy={}),
+            "tasks": replace(asks["tasks"], policy={}),
             "laws": Ask(
                 [[*self.texts.openings[opening], *draw] for opening, draw in drawn],
                 laws | {"detokenize": False},

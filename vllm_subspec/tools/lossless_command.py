@@ -49,9 +49,10 @@ class Request:
         options = parse_options(self.options)
         if taken := [name for name in _FIXED if name in options]:
             raise ConfigError(f"leave {', '.join(taken)} out of --options: the protocol sets it")
-        SubSpecConfig(**options)
+        depth_is_open = SubSpecConfig(**options).depth is None
         ModelShape.read(self.model)
-        return Protocol(self.model, Plan(Texts.read(self.model), self.draws), dtypes, options)
+        plan = Plan(Texts.read(self.model), self.draws, depth_is_open)
+        return Protocol(self.model, plan, dtypes, options)
 
 
 def run_and_report(request: Request, say: Say) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy.stats import binom
 
 _RIGHT, _WRONG, _REFERENCE = "#2b7a3d", "#c0392b", "#9aa7b1"
@@ -74,14 +75,14 @@ def _gaps(found: Mapping[str, Any]) -> Plot:
             transform=axes.get_xaxis_transform(),
         )
     tolerances = [tolerance for _, tolerance in judged + wrong]
-    if tolerances:
+    if tolerances and not found["exact"]:
         axes.axvspan(0, float(np.median(tolerances)), color=_RIGHT, alpha=0.12, label="tolerated")
     axes.legend(frameon=False, fontsize=8)
     return _plot(
         "How near the other token was, wherever texts part",
         "Grey: the gap between the best and the second-best token at every greedy position of the "
         "reference. A difference that rounding explains lies at the left end, within the tolerance "
-        "(shaded: its median; in float32 nothing is tolerated). The last bar holds wider gaps too.",
+        "(shaded: its median; none in float32). The last bar holds wider gaps too.",
         figure,
     )
 
@@ -117,7 +118,7 @@ def _variation(found: Mapping[str, Any]) -> Plot:
         for place, distance in zip(places, distances, strict=True):
             axes.plot([place] * 2, distance["tv_interval"], color=colour, linewidth=1)
     axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=8)
     return _plot(
         "How far the drawn tokens are from the target's law",

@@ -34,6 +34,7 @@ class Ask:
             ``prompt_logprobs`` in the parameters.
         rescore: the laws of the answers' tokens are wanted twice: as they were when the token was
             drawn, and computed once more for the whole text at once; needs ``logprobs``.
+        policy: SubSpec's tree options from here on, over those it was started with.
         wrong: name of a wrong sampler (see ``lossless_control``) to draw with; empty for none.
     """
 
@@ -43,6 +44,7 @@ class Ask:
     alone: bool = False
     laws: int = 0
     rescore: bool = False
+    policy: Mapping[str, Any] = field(default_factory=dict)
     wrong: str = ""
 
 
@@ -54,13 +56,11 @@ class Job:
         arguments: of vLLM's ``LLM``.
         asks: by name, in the order in which they are asked.
         streams: whether SubSpec is there, and has counters.
-        policy: changes of SubSpec's tree options, made before the first request.
     """
 
     arguments: Mapping[str, Any]
     asks: Mapping[str, Ask]
     streams: bool = False
-    policy: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ class Teller:
 
     def tell(self, ask: Ask) -> Told:
         """Ask, with the right sampler or a wrong one."""
+        if ask.policy:
+            self._llm.collective_rpc("set_draft_policy", args=(dict(ask.policy),))
         before = self._counters()
         if ask.wrong:
             with wrong_sampler(ask.wrong):
@@ -161,10 +163,7 @@ def run(job: Job) -> dict[str, Any]:
     """Load, and ask everything; JSON-serialisable, a ``Told`` by name."""
     from vllm_subspec.integration.offline import LLM
 
-    llm = LLM(**job.arguments)
-    if job.policy:
-        llm.collective_rpc("set_draft_policy", args=(dict(job.policy),))
-    teller = Teller(llm, job.streams)
+    teller = Teller(LLM(**job.arguments), job.streams)
     return {name: asdict(teller.tell(ask)) for name, ask in job.asks.items()}
 
 
