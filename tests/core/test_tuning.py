@@ -185,6 +185,19 @@ def test_a_draft_that_was_slow_for_a_while_comes_back():
     assert [change.is_aside for change in log.changes] == [True, False]
 
 
+def test_a_probe_of_one_request_tells_of_several():
+    tuner, random = tuner_of(), Random(4)
+    healthy = Machine(lambda level: 0.9, 0.1, 1.0, sequence_s=0.01)
+    slow = Machine(lambda level: 0.9, 20.0, 1.0, sequence_s=1.0)
+    for sequences in (1, 4):
+        healthy.run(tuner, 20, random, sequences)
+    slow.run(tuner, 100, random, 4)
+    assert tuner.is_aside
+    healthy.run(tuner, 150, random, 1)
+    cuts = healthy.run(tuner, 20, random, 4)
+    assert NOTHING not in cuts
+
+
 def test_a_new_request_changes_nothing_where_the_batch_is_too_large():
     machine, tuner = BATCHES["narrow-trees"], tuner_of()
     for _ in range(300):

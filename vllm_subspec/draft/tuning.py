@@ -125,6 +125,7 @@ class DepthTuner:
         self._hidden_steps = Average()
         self._standing: dict[int, _Standing] = {}
         self._aside = StepAside()
+        self._is_probing = False  # the next draft is a probe
 
     @property
     def is_aside(self) -> bool:
@@ -135,8 +136,11 @@ class DepthTuner:
 
     def observe_draft(self, sequences: int, steps: int, seconds: float) -> None:
         """``steps`` draft steps of so many trees at once took ``seconds``."""
-        if steps:
-            self._step_s.add(sequences, seconds / steps)
+        if not steps:
+            return
+        if self._is_probing:  # what steps of other numbers of trees took is as old
+            self._step_s, self._is_probing = SecondsBySize(), False
+        self._step_s.add(sequences, seconds / steps)
 
     def observe_prompts(self, rows: int, seconds: float) -> None:
         """The target computed for ``seconds`` on ``rows``, prompts' among them."""
@@ -184,8 +188,8 @@ class DepthTuner:
             self._on_change(Change(self.is_aside, sequences, plain, drafting, tau, self._reason()))
         if drafts and self.is_aside:
             self._acceptance.fade()
-            self._step_s.fade()
             self._pass_s.fade()
+            self._is_probing = True
         return cut if drafts else NOTHING
 
     def look_again(self) -> None:
