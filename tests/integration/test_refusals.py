@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
 
 from vllm_subspec import SubSpecConfig
 from vllm_subspec.errors import (
@@ -150,6 +151,11 @@ def test_engine_features(arguments: dict[str, Any], part: str, llama: str) -> No
     message = refusal(UnsupportedError, llama, **arguments)
     assert re.search(f"SubSpec does not work with {part}", message)
     assert message.endswith("Drop it, or run without SubSpec")
+
+
+def test_vllm_has_no_ray_executor_for_cpus() -> None:
+    """Once it has, there is no reason left to refuse it (vllm/v1/executor/ray_utils.py)."""
+    assert CpuPlatform.ray_device_key == ""
 
 
 def test_the_cuda_platform(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
