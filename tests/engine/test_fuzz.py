@@ -7,35 +7,26 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
+
+from proofs.fuzz_cases import ENGINE, SUBSPEC, cases
+from proofs.fuzz_runs import differences, run
+
 pytestmark = pytest.mark.engine
 
 CASES = 40
 
 
-@pytest.fixture(scope="module")
-def fuzz():
-    """The module `ci/long/fuzz.py`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "ci" / "long"))
-        import fuzz
-
-        yield fuzz
-    del sys.modules["fuzz"]
-
-
-def test_random_requests(fuzz, open_engine, lively_model_dir):
-    cases = fuzz.cases(CASES, seed=1)
-    assert cases == fuzz.cases(CASES, seed=1)
-    with open_engine(lively_model_dir, **fuzz.ENGINE) as plain:
-        expected = [fuzz.run(plain.llm, case, str(i)) for i, case in enumerate(cases)]
-    with open_engine(lively_model_dir, fuzz.SUBSPEC, **fuzz.ENGINE) as engine:
-        found = [fuzz.run(engine.llm, case, str(i)) for i, case in enumerate(cases)]
+def test_random_requests(open_engine, lively_model_dir):
+    drawn = cases(CASES, seed=1)
+    assert drawn == cases(CASES, seed=1)
+    with open_engine(lively_model_dir, **ENGINE) as plain:
+        expected = [run(plain.llm, case, str(i)) for i, case in enumerate(drawn)]
+    with open_engine(lively_model_dir, SUBSPEC, **ENGINE) as engine:
+        found = [run(engine.llm, case, str(i)) for i, case in enumerate(drawn)]
         assert engine.statistics()["drafted_nodes"] > 0
-    compared = [
-        (fuzz.difference(request, a, b), case, request)
-        for case, *outcomes in zip(cases, expected, found, strict=True)
-        for request, a, b in zip(case, *outcomes, strict=True)
-    ]
-    assert [problem for problem in compared if problem[0] is not None] == []
-    answers = [outcome for case in expected for outcome in case if outcome.finished]
-    assert len(compared) > len(answers) > CASES / 2  # both kinds are there
+    for i, case in enumerate(drawn):
+        assert differences(case, expected[i], found[i]) == [], case
+    outcomes = [outcome for case in expected for outcome in case]
+    answers = [outcome for outcome in outcomes if outcome.finished]
+    assert len(outcomes) > len(answers) > CASES / 2  # both kinds are there

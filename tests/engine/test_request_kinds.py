@@ -57,14 +57,21 @@ def of_embeddings(engine, embeddings, words):
 
 
 def thinking(prompts):
-    """Two that think, one of them sampled; one whose budget never begins; and one without."""
+    """Two greedy ones that think and one whose budget never begins; then two that are altered and
+    sampled, beside one without a budget."""
     budget = {"max_tokens": 24, "thinking_token_budget": 9}
-    return [
-        (f"{prompts[1]} Q: {prompts[0]}", budget),
-        (f"Q: {prompts[5]}", budget | SEEDED),
+    first = [
+        (f"{prompts[1]}\nQ: {prompts[0]}", budget),
+        (f"Q: {prompts[5]}", budget),
         (prompts[2], budget),
-        (prompts[3], {"max_tokens": 24}),
     ]
+    altered = {"repetition_penalty": 1.2, "min_tokens": 3}
+    second = [
+        (f"Q: {prompts[5]}", budget | SEEDED | altered),
+        (prompts[3], {"max_tokens": 24} | altered),
+        (f"{prompts[1]}\nQ: {prompts[0]}", budget | SEEDED),
+    ]
+    return first, second
 
 
 def beams(engine, prompts):
@@ -96,7 +103,7 @@ def expected(open_engine, lively_model_dir, requests, prompts, embeddings):
             "answers": plain.batch(requests),
             "embeddings": of_embeddings(plain, embeddings, prompts[4]),
             "beams": beams(plain, prompts),
-            "thinking": plain.batch(thinking(prompts)),
+            "thinking": [plain.batch(batch) for batch in thinking(prompts)],
             "priorities": by_priority(plain, prompts),
         }
 
@@ -239,9 +246,17 @@ def test_prompts_of_embeddings(engine, prompts, embeddings, expected, counted):
     assert counted("committed_tokens") > counted("target_passes") > 0
 
 
-def test_thinking_budgets_draft_nothing(engine, prompts, expected, counted):
+def test_thinking_budgets_draft_nothing(engine, requests, prompts, expected, counted):
     """Nor do the requests beside them: vLLM keeps the budgets by batch row."""
-    found = engine.batch(thinking(prompts))
+    found = [engine.batch(batch) for batch in thinking(prompts)]
     assert found == expected["thinking"]
-    assert ["\nA: so" in answer.text for answer in found] == [True, True, False, False]
-    assert counted("drafted_nodes") == 0
+    ends = [["\nA: so" in answer.text for answer in answers] for answers in found]
+    assert ends == [[True, True, False], [True, False, True]]
+    assert counted("drafted_nodes") == counted("draft_steps") == 0
+    assert counted("fallback_thinking_budget") > 0
+
+
+def test_a_thinking_budget_that_comes_while_others_draft(engine, requests, prompts, expected):
+    _, second = thinking(prompts)
+    found = engine.staggered([*requests, second[0], *requests], every=3)
+    assert found == [*expected["answers"], expected["thinking"][1][0], *expected["answers"]]

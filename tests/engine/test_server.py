@@ -27,10 +27,11 @@ COLOURS = {
 }
 WEATHER = {
     "type": "function",
-    "function": {"name": "weather", "description": "Tells it.", "parameters": COLOURS},
+    "function": {"name": "weather", "description": "Tells it.", "parameters": COLOURS}
+    | {"strict": True},
 }
-PAINT = {"type": "function", "function": {"name": "paint", "parameters": COLOURS}}
-TOOLS = {"tools": [WEATHER, PAINT]}
+PAINT = {"type": "function", "function": {"name": "paint", "parameters": COLOURS, "strict": True}}
+TOOLS = {"tools": [WEATHER, PAINT], "parallel_tool_calls": False}
 CALL = r'<tool_call>\n\{"name": "paint", "arguments": \{"colour": "[a-z]{2,9}"\}\}\n</tool_call>'
 
 
@@ -88,6 +89,7 @@ REQUESTS = {
 STREAMED = [name for name in REQUESTS if name != "completion-prompt-logprobs"]
 REFUSED = {
     "stream-of-prompt-logprobs": completion(prompt_logprobs=2, stream=True),
+    "stream-of-nothing": chat(max_tokens=-1, stream=True),
     "unknown-model": completion(model="none-such"),
     "no-prompt": ("/v1/completions", {"max_tokens": 4}),
     "empty-prompt": completion(prompt=[]),
@@ -192,6 +194,8 @@ def serving(model: Any, template: Any, options: list[str]) -> Iterator[Server]:
     common = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8"]
     common += ["--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
     common += ["--chat-template", str(template), "--served-model-name", "lively"]
+    compact = {"backend": "xgrammar", "disable_any_whitespace": True}
+    common += ["--structured-outputs-config", json.dumps(compact)]
     common += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--disable-log-stats"]
     parser = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args([str(model), *common, *options])
@@ -264,12 +268,20 @@ def _join(pieces: list[Any]) -> Any:
             else _join([piece.get(name) for piece in pieces])
             for name in names
         }
-    if isinstance(pieces[0], list) and pieces[0] and "function" in pieces[0][0]:
+    if isinstance(pieces[0], list) and any(_is_call(item) for item in pieces[0]):
         calls = sorted((call for piece in pieces for call in piece), key=lambda c: c["index"])
         return [_join(list(same)) for _, same in groupby(calls, key=lambda c: c["index"])]
     if isinstance(pieces[0], list):
         return [item for piece in pieces for item in piece]
     return "".join(pieces) if isinstance(pieces[0], str) else pieces[-1]
+
+
+def without_time(message: str) -> str:
+    return re.sub(r"\d\d:\d\d:\d\d", "", message)  # the grammar's compiler says it
+
+
+def _is_call(item: Any) -> bool:
+    return isinstance(item, dict) and "function" in item
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
@@ -348,7 +360,7 @@ def test_refusal(server, plain, name):
     (found,) = server.post([REFUSED[name]])
     assert 400 <= plain.refused[name].status_code < 500
     assert found.status_code == plain.refused[name].status_code
-    assert found.json() == plain.refused[name].json()
+    assert without_time(found.text) == without_time(plain.refused[name].text)
 
 
 def test_reference_holds_what_the_requests_are_about(plain):
@@ -356,7 +368,7 @@ def test_reference_holds_what_the_requests_are_about(plain):
     calls = {name: whole[name]["choices"][0]["message"] for name in whole if "tool" in name}
     assert calls["chat-tool-written"]["tool_calls"][0]["function"]["name"] == "paint"
     assert calls["chat-tool-named"]["tool_calls"][0]["function"]["name"] == "paint"
-    assert calls["chat-tool-required"]["tool_calls"]
+    assert calls["chat-tool-required"].get("tool_calls"), calls["chat-tool-required"]
     stopped = whole["completion-stop"]["choices"][0]
     assert stopped["stop_reason"] == "e"
     assert "e" not in stopped["text"]
@@ -376,10 +388,14 @@ def test_reference_holds_what_the_requests_are_about(plain):
 def test_wrong_options_of_a_request_are_a_client_error(server, extra, reason):
     for make in (completion, chat):
         request = make(vllm_xargs=extra)
-        for response in server.post([request, streamed(request)]):
-            assert response.status_code == 400
-            error = response.json()["error"]
+        whole, stream = server.post([request, streamed(request)])
+        assert whole.status_code == 400
+        # vLLM begins a stream before its engine looks at the request: the error is its only event.
+        event, done = [line for line in stream.text.splitlines() if line]
+        assert done == "data: [DONE]"
+        for error in (whole.json()["error"], json.loads(event.removeprefix("data: "))["error"]):
             assert error["type"] == "BadRequestError"
+            assert error["code"] == 400
             assert error["param"] == "extra_args"
             assert re.search(reason, error["message"])
 

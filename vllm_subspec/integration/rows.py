@@ -56,7 +56,9 @@ class RowProcessor:
             greedy rows, bool [rows].
         """
         rows = self.select_rows(metadata, params, requests, histories)
-        logits = self.sampler.apply_logits_processors(logits, rows, predict_bonus_token=False)
+        # vLLM's thinking budgets find a request's row only where each has one, as for bonus tokens.
+        one_row_each = rows.thinking_budget_state_holder is not None
+        logits = self.sampler.apply_logits_processors(logits, rows, one_row_each)
         if rows.all_greedy:
             return logits, torch.ones(len(requests), dtype=torch.bool, device=logits.device)
         assert rows.temperature is not None
@@ -114,7 +116,7 @@ class RowProcessor:
     ) -> ThinkingBudgetStateHolder | None:
         """vLLM keeps thinking budgets by batch index: the runner then verifies roots only."""
         holder = metadata.thinking_budget_state_holder
-        if holder is None or not holder.has_tracked_requests():
+        if not has_thinking_budgets(holder):
             return None
         assert list(requests) == list(range(len(requests))), "thinking budgets exclude trees"
         return holder
@@ -142,6 +144,11 @@ class RowProcessor:
         if any(p.min_p for p in params):
             processors.append(_RowMinP(params, self._device))
         return processors
+
+
+def has_thinking_budgets(holder: ThinkingBudgetStateHolder | None) -> bool:
+    """Whether any request of the batch has a budget of thinking tokens."""
+    return holder is not None and holder.has_tracked_requests()
 
 
 class _RowMinP(MinPLogitsProcessor):

@@ -17,7 +17,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_subspec.draft.tree import Tree
-from vllm_subspec.integration.rows import RowProcessor
+from vllm_subspec.integration.rows import RowProcessor, has_thinking_budgets
 from vllm_subspec.verify.position_noise import ExponentialNoise, HashedNoise, PositionNoise
 from vllm_subspec.verify.walk import Walk, walk_trees
 
@@ -145,6 +145,7 @@ class _Draw:
             and not metadata.bad_words_token_ids
             and metadata.allowed_token_ids_mask is None
             and not any(p.min_tokens or p.logit_bias for p in self.verification.params)
+            and not has_thinking_budgets(metadata.thinking_budget_state_holder)
             and not self._keeps_processed()
         )
 
@@ -213,7 +214,7 @@ class _Draw:
         tensors = self.owner.sampler.gather_logprobs(values, wanted, chosen)
         for request, token_ids in (self.metadata.logprob_token_ids or {}).items():
             own = slice(request * tokens.shape[1], (request + 1) * tokens.shape[1])
-            given = torch.tensor(token_ids, device=tokens.device)
+            given = torch.tensor(token_ids, dtype=torch.int64, device=tokens.device)
             tensors.logprob_token_ids[own, 1 : 1 + len(given)] = given.to(torch.int32)
             tensors.logprobs[own, 1 : 1 + len(given)] = values[own, given]
         return tensors

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm_subspec.draft.tree import Tree
 from vllm_subspec.integration.drafter import Drafter, DraftRequest
 from vllm_subspec.integration.request_options import RequestOptions
+from vllm_subspec.integration.rows import has_thinking_budgets
 from vllm_subspec.integration.sampler import Verification
 from vllm_subspec.verify.walk import Walk
 
@@ -81,8 +82,7 @@ class Speculation:
             discarded: rows whose draw nobody sees.
         """
         states = [requests[req_id] for req_id in batch.req_ids]
-        holder = batch.thinking_budget_state_holder
-        draftless = holder is not None and holder.has_tracked_requests()
+        draftless = has_thinking_budgets(batch.thinking_budget_state_holder)
         return Verification(
             trees=[
                 Tree.empty() if draftless else self._scheduled(req_id, scheduled.get(req_id, ()))
@@ -135,6 +135,10 @@ class Speculation:
             for row, tokens in enumerate(sampled)
             if tokens and (request := self._request(batch, row, states[row], tokens)) is not None
         ]
+        if has_thinking_budgets(batch.thinking_budget_state_holder):
+            for _ in wanted:
+                self.drafter.counters.count_fallback("thinking_budget")
+            return drafts
         if not wanted:
             return drafts
         params = [state.sampling_params for state in states]
