@@ -10,6 +10,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+import vllm_subspec
+
 
 async def main(model: str) -> None:
     """Print a completion as its pieces arrive."""
@@ -27,7 +29,8 @@ async def main(model: str) -> None:
         )
         async for piece in engine.generate("Once upon a time", params, request_id="story-1"):
             print(piece.outputs[0].text, end="", flush=True)
-        print()
+        counted = await vllm_subspec.stats(engine)
+        print(f"\n{counted.tau:.1f} tokens per target pass")
     finally:
         engine.shutdown()
 

@@ -6,6 +6,8 @@ import sys
 
 from vllm import LLM, SamplingParams
 
+import vllm_subspec
+
 QUESTIONS = ("Why is the sky blue?", "Write a haiku about patience.")
 
 
@@ -20,9 +22,7 @@ def main(model: str) -> None:
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
     for output in llm.chat(conversations, SamplingParams(temperature=0, max_tokens=48)):
         print(output.outputs[0].text, end="\n\n")
-    [counted] = llm.collective_rpc("subspec_statistics")
-    accepted = counted["committed_tokens"] / counted["target_passes"]
-    print(f"{accepted:.1f} tokens per target pass")
+    print(f"{vllm_subspec.stats(llm).tau:.1f} tokens per target pass")
 
 
 # vLLM starts its engine in a process of its own, which imports this file again.

@@ -7,13 +7,7 @@ import re
 
 import pytest
 
-from vllm_subspec.tools.measure import (
-    Answer,
-    Run,
-    growth,
-    speculation_figures,
-    stream_figures,
-)
+from vllm_subspec.tools.measure import Answer, Run, speculation_figures, stream_figures
 from vllm_subspec.tools.provenance import provenance
 
 RUN = Run(
@@ -63,13 +57,6 @@ def test_stream_figures() -> None:
         "link_utilization": 0.25,
     }
     assert (RUN.new_tokens, RUN.seconds, RUN.tokens_per_s) == (16, 4.0, 4.0)
-
-
-def test_growth_is_by_item_and_leaves_sizes() -> None:
-    before = {"passes": 2, "seconds": 0.5, "levels": [2, 1], "streamed_bytes_per_pass": 9}
-    after = {"passes": 5, "seconds": 2.0, "levels": [3, 1, 4], "streamed_bytes_per_pass": 9}
-    grown = {"passes": 3, "seconds": 1.5, "levels": [1, 0, 4], "streamed_bytes_per_pass": 9}
-    assert growth(before, after) == grown
 
 
 def test_provenance_travels_as_json() -> None:

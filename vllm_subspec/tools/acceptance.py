@@ -69,6 +69,7 @@ def measure_acceptance(
         variants: rows to measure; the widest tree is what the engine is started for.
     """
     from vllm_subspec.integration.offline import LLM, SamplingParams
+    from vllm_subspec.integration.stats import stats
 
     largest = max(variants, key=lambda variant: variant.width * variant.depth)
     options = {
@@ -93,7 +94,7 @@ def measure_acceptance(
             for name in ("width", "depth", "draft_temperature", "noise_coupling")
         }
         llm.collective_rpc("set_draft_policy", args=(policy,))
-        before = llm.collective_rpc("subspec_statistics")[0]
+        before = stats(llm)
         params = [
             SamplingParams(
                 temperature=variant.temperature,
@@ -105,24 +106,9 @@ def measure_acceptance(
             for seed in range(len(prompts))
         ]
         llm.chat(chats, params, use_tqdm=False)
-        rows.append(_difference(variant, before, llm.collective_rpc("subspec_statistics")[0]))
+        grown = stats(llm) - before
+        rows.append(Acceptance(variant, grown.tau, grown.nodes_per_pass, grown.acceptance_by_level))
     return rows
-
-
-def _difference(variant: Variant, before: dict[str, Any], after: dict[str, Any]) -> Acceptance:
-    def grew(name: str) -> int:
-        return int(after[name] - before[name])
-
-    def grew_by_level(name: str) -> list[int]:
-        old = [*before[name], *[0] * len(after[name])]
-        return [new - past for new, past in zip(after[name], old, strict=False)]
-
-    accepted, drafted = grew_by_level("accepted_by_level"), grew_by_level("drafted_by_level")
-    rates = tuple(hit / of for hit, of in zip(accepted, drafted, strict=True) if of)
-    passes = grew("target_passes")
-    return Acceptance(
-        variant, grew("committed_tokens") / passes, grew("drafted_nodes") / passes, rates
-    )
 
 
 def render(rows: Sequence[Acceptance]) -> str:

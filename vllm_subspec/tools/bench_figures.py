@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from vllm_subspec.plan import Placement
+from vllm_subspec.statistics import Statistics, total
 from vllm_subspec.tools.measure import Answer, Run, speculation_figures, stream_figures
 
 Figures = dict[str, Any]
-_SIZES = ("streamed_bytes_per_pass",)
 
 
 def decode_run(result: Mapping[str, Any]) -> Run:
@@ -20,7 +20,7 @@ def decode_run(result: Mapping[str, Any]) -> Run:
         tuple(
             Answer(tuple(a["prompt"]), tuple(a["tokens"]), "", a["decode_seconds"]) for a in answers
         ),
-        _total([answer["statistics"] for answer in answers]),
+        total(answer["statistics"] for answer in answers),
     )
 
 
@@ -43,9 +43,8 @@ def figures(result: Mapping[str, Any]) -> Figures:
     }
     if run.statistics.get("target_passes"):
         found |= speculation_figures(run)
-        hidden = run.statistics["overlapped_draft_steps"]
-        drafted = run.statistics["draft_steps"] + hidden
-        found["draft_steps_in_passes"] = hidden / drafted
+        counted = Statistics.from_report(run.statistics)
+        found["draft_steps_in_passes"] = counted.draft_steps_in_passes
     if run.statistics.get("stream_bytes_read"):
         found |= stream_figures(run)
         bound = found["acceptance_length"] * found["link_bandwidth"]
@@ -99,24 +98,3 @@ def spread(repeats: Sequence[Figures]) -> dict[str, Any]:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def _total(grown: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counters of several answers together; lists by item, as long as the longest."""
-    total: dict[str, Any] = {}
-    for counters in grown:
-        for name, value in counters.items():
-            known = total.get(name)
-            if known is None or name in _SIZES:
-                total[name] = value
-            elif isinstance(value, list):
-                size = max(len(known), len(value))
-                pairs = zip(_padded(known, size), _padded(value, size), strict=True)
-                total[name] = [a + b for a, b in pairs]
-            else:
-                total[name] = known + value
-    return total
-
-
-def _padded(values: Sequence[int], size: int) -> list[int]:
-    return [*values, *[0] * (size - len(values))]

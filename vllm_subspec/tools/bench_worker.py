@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_subspec.tools.measure import growth
+from vllm_subspec.statistics import growth
 
 _WARM_UP_TOKENS = 8
 _STATISTICS = "subspec_statistics"

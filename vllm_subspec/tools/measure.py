@@ -10,10 +10,10 @@ from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI
 
+from vllm_subspec.statistics import Statistics, growth
 from vllm_subspec.tools.serving import Server, ServerError
 
 _WARM_UP_TOKENS = 4
-_SIZES = ("streamed_bytes_per_pass",)
 Show = Callable[[str], None]
 
 
@@ -130,32 +130,17 @@ def ask(client: OpenAI, model: str, prompt: str, new_tokens: int, show: Show) ->
     return Answer(tuple(prompt_ids), tuple(tokens), "".join(pieces), seconds)
 
 
-def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What each counter grew by; lists grow by item, and may get longer. Sizes stay as they are."""
-    grown: dict[str, Any] = {}
-    for name, value in after.items():
-        if name in _SIZES:
-            grown[name] = value
-        elif isinstance(value, list):
-            earlier = [*before[name], *[0] * (len(value) - len(before[name]))]
-            grown[name] = [new - old for new, old in zip(value, earlier, strict=True)]
-        else:
-            grown[name] = value - before[name]
-    return grown
-
-
 def stream_figures(run: Run) -> dict[str, Any]:
     """How the link was used: bytes a pass, bytes/s while it was busy, and its busy share.
 
     The share is of the requests' wall time, the prompts' own passes included, since the stream
     runs in those too.
     """
-    counted = run.statistics
-    busy_s = counted["stream_read_busy_s"]
+    counted = Statistics.from_report(run.statistics)
     return {
-        "streamed_bytes_per_pass": counted["streamed_bytes_per_pass"],
-        "link_bandwidth": counted["stream_bytes_read"] / busy_s,
-        "link_utilization": busy_s / run.seconds,
+        "streamed_bytes_per_pass": counted.streamed_bytes_per_pass,
+        "link_bandwidth": counted.link_bandwidth,
+        "link_utilization": counted.stream_read_busy_s / run.seconds,
     }
 
 
@@ -166,16 +151,12 @@ def speculation_figures(run: Run) -> dict[str, Any]:
     answer's first token left out, since the prompt's own pass gives that one.
     ``draft_step_ms`` is of steps between passes; 0 where there was none.
     """
-    counted = run.statistics
-    passes = counted["target_passes"]
-    # Drafts that followed the accepted path may need no step between passes at all.
-    steps = counted["draft_steps"]
-    levels = zip(counted["accepted_by_level"], counted["drafted_by_level"], strict=True)
+    counted = Statistics.from_report(run.statistics)
     return {
-        "acceptance_length": (run.new_tokens - len(run.answers)) / passes,
-        "target_passes": passes,
-        "nodes_per_pass": counted["drafted_nodes"] / passes,
-        "acceptance_by_level": [accepted / drafted for accepted, drafted in levels if drafted],
-        "draft_step_ms": 1e3 * counted["draft_seconds"] / steps if steps else 0.0,
-        "target_pass_ms": 1e3 * counted["target_seconds"] / counted["decode_steps"],
+        "acceptance_length": (run.new_tokens - len(run.answers)) / counted.target_passes,
+        "target_passes": counted.target_passes,
+        "nodes_per_pass": counted.nodes_per_pass,
+        "acceptance_by_level": list(counted.acceptance_by_level),
+        "draft_step_ms": 1e3 * counted.draft_step_s,
+        "target_pass_ms": 1e3 * counted.target_pass_s,
     }
