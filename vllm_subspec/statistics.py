@@ -22,6 +22,7 @@ SIZES = frozenset(
         "resident_bytes",
         "shadow_bytes",
         "slot_bytes",
+        "remembered_requests",
         "worker_memory_bytes",
     }
 )
@@ -99,6 +100,7 @@ class Statistics:
         resident_bytes: weights of resident layers.
         shadow_bytes: all shadows.
         slot_bytes: all slots that streamed layers pass through.
+        remembered_requests: requests of which speculation remembers anything.
         worker_memory_bytes: resident memory of the worker's process.
     """
 
@@ -131,6 +133,7 @@ class Statistics:
     resident_bytes: int = 0
     shadow_bytes: int = 0
     slot_bytes: int = 0
+    remembered_requests: int = 0
     worker_memory_bytes: int = 0
 
     @classmethod

@@ -26,7 +26,7 @@ import httpx
 from matplotlib.figure import Figure
 from openai import AsyncOpenAI
 
-from vllm_subspec.tools.measure import growth
+from vllm_subspec.statistics import growth
 from vllm_subspec.tools.prompts import PROMPTS
 from vllm_subspec.tools.provenance import provenance
 from vllm_subspec.tools.serving import (

@@ -24,8 +24,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from vllm_subspec.plan import device_memory_bytes, parse_budget
+from vllm_subspec.statistics import growth
 from vllm_subspec.tools.bench_process import RUNTIME_ALLOWANCE_BYTES
-from vllm_subspec.tools.measure import growth
 from vllm_subspec.tools.prompts import PROMPTS
 from vllm_subspec.tools.provenance import provenance
 from vllm_subspec.tools.serving import (

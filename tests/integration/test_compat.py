@@ -17,6 +17,7 @@ from vllm_subspec.integration import (
     attention,
     cuda_attention,
     linear,
+    metrics,
     offloader,
     patches,
     rows,
@@ -76,7 +77,8 @@ def overrides(ours: type) -> Iterator[tuple[str, str]]:
 def test_every_override_has_a_seam() -> None:
     seams = {(seam.module, seam.name) for seam in SEAMS + CUDA_SEAMS}
     found = set()
-    for room in (attention, cuda_attention, linear, offloader, rows, runner, sampler, worker):
+    rooms = (attention, cuda_attention, linear, metrics, offloader, rows, runner, sampler, worker)
+    for room in rooms:
         for ours in vars(room).values():
             own = inspect.isclass(ours) and ours.__module__ == room.__name__
             if own and not dataclasses.is_dataclass(ours):

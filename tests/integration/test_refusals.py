@@ -137,6 +137,7 @@ def test_contradictory_arguments(arguments: dict[str, Any], part: str, llama: st
             {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
             "--kv-transfer-config",
         ),
+        ({"ec_transfer_config": {"ec_role": "ec_consumer"}}, "--ec-transfer-config"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size 1.0"),
         ({"enable_lora": True}, "--enable-lora: the shadow is of the base model"),
         ({"cpu_offload_gb": 1}, "vLLM's own weight offloading .* resident_layers"),

@@ -35,6 +35,7 @@ _TRITON_ATTN = "vllm.v1.attention.backends.triton_attn"
 _FLASH_ATTN = "vllm.v1.attention.backends.flash_attn"
 _SAMPLER = "vllm.v1.sample.sampler"
 _OFFLOADER = "vllm.model_executor.offloader.base"
+_LOGGERS = "vllm.v1.metrics.loggers"
 _LINEAR = "vllm.model_executor.layers.linear"
 
 SEAMS = tuple(
@@ -51,6 +52,17 @@ SEAMS = tuple(
         ("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", "vllm_config"),
         ("vllm.v1.executor.abstract", "Executor.__init__", "self vllm_config"),
         ("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", "self timeout"),
+        # statistics
+        (_LOGGERS, "StatLoggerManager.__init__", "self vllm_config"),
+        (_LOGGERS, "AggregateStatLoggerBase.__init__", "self vllm_config engine_indexes"),
+        (
+            _LOGGERS,
+            "StatLoggerBase.record",
+            "self scheduler_stats iteration_stats mm_cache_stats engine_idx",
+        ),
+        (_LOGGERS, "StatLoggerBase.log", "self"),
+        (_LOGGERS, "StatLoggerBase.log_engine_initialized", "self"),
+        ("vllm.distributed.ec_transfer.ec_connector.metrics", "ECConnectorStats", "data"),
         # worker and runner
         ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "self"),
         ("vllm.v1.worker.gpu_worker", "Worker.reload_weights", "self"),
@@ -66,6 +78,7 @@ SEAMS = tuple(
             "self scheduler_output num_scheduled_tokens",
         ),
         (_RUNNER, "GPUModelRunner._build_attention_metadata", "self num_tokens num_reqs"),
+        (_RUNNER, "GPUModelRunner.sample_tokens", "self grammar_output"),
         (_RUNNER, "GPUModelRunner._sample", "self logits spec_decode_metadata"),
         (_RUNNER, "GPUModelRunner._bookkeeping_sync", "self scheduler_output"),
         (_RUNNER, "GPUModelRunner._input_fits_in_drafter", "self common_attn_metadata"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,6 +95,8 @@ class SubSpecOffloader(BaseOffloader):
         self._head_pieces: tuple[RowPiece, ...] = ()
         self._cache = ShadowCache(envs.cache_dir() / "shadows") if config.speculate else None
         self._progress: Any = None
+        self._resident_bytes = 0
+        self.sizes: dict[str, Any] = {}
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -173,6 +176,7 @@ class SubSpecOffloader(BaseOffloader):
         assert self._placement is not None
         if not self._placement.is_streamed(index):
             layer.done = True  # resident: the draft uses the target's own weights
+            self._resident_bytes += sum(linear.weight.nbytes for linear in layer.linears.values())
             return
         for name, linear in layer.linears.items():
             method = ShadowedLinearMethod(
@@ -340,6 +344,21 @@ class SubSpecOffloader(BaseOffloader):
                 store, self._spill_layout, self._placement.num_slots, timeline=self.timeline
             )
             self.streamer.start()
+        self.sizes = self._sizes()
+
+    def _sizes(self) -> dict[str, Any]:
+        """What of the decoder layers is where, as ``Statistics`` has it; it never changes."""
+        streamed = len(self.placement.streamed) if self.streamer is not None else 0
+        bits = Counter(str(bits) for bits in self.placement.bits if bits is not None)
+        slots = self.placement.num_slots if self.streamer is not None else 0
+        return {
+            "resident_layers": self.placement.num_layers - streamed,
+            "streamed_layers": streamed,
+            "layers_by_bits": dict(bits),
+            "resident_bytes": self._resident_bytes,
+            "shadow_bytes": self.shadow_bytes,
+            "slot_bytes": slots * self._spill_layout.slot_bytes if slots else 0,
+        }
 
     @property
     def shadow_bytes(self) -> int:

@@ -109,6 +109,19 @@ def _fail_open_requests_at_shutdown(original: _Function) -> _Function:
     return shutdown
 
 
+def _add_stat_logger(original: _Function) -> _Function:
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if _is_on(vllm_config):
+            from vllm_subspec.integration.metrics import SubSpecStatLogger  # only where asked for
+
+            alone = kwargs.get("client_count", 1) == 1
+            ours = SubSpecStatLogger(vllm_config, self.engine_indexes, writes_lines=alone)
+            self.stat_loggers.insert(0, ours)
+
+    return init
+
+
 def _is_on(vllm_config: Any) -> bool:
     additional = vllm_config.additional_config  # by its type it may be no mapping
     return isinstance(additional, Mapping) and CONFIG_KEY in additional
@@ -156,6 +169,14 @@ LEDGER = (
         how="with SubSpec, ends the requests that are open after the shutdown with an error",
         goes_when="vLLM ends open requests when it shuts down",
         replace=_fail_open_requests_at_shutdown,
+    ),
+    Patch(
+        target="vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        why="AsyncLLM loads stat loggers of plugins for everybody and turns statistics on for "
+        "them, LLM loads none; and those of an engine are dropped when vLLM registers its own",
+        how="with SubSpec, puts its logger before vLLM's in the list, once those are made",
+        goes_when="vLLM lets a speculative method bring its stat logger",
+        replace=_add_stat_logger,
     ),
 )
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from subspec_kernels.kv_cache import move_slots
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.offloader import set_offloader
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_subspec.config import SubSpecConfig
@@ -26,11 +28,13 @@ from vllm_subspec.integration.attention import (
     override_cpu_attention,
 )
 from vllm_subspec.integration.drafter import Drafter, DraftPolicy
+from vllm_subspec.integration.metrics import carrying
 from vllm_subspec.integration.offloader import SubSpecOffloader
 from vllm_subspec.integration.placing import ranks_of
 from vllm_subspec.integration.sampler import TreeRejectionSampler, Verification
 from vllm_subspec.integration.speculation import Speculation, num_reaching_output
-from vllm_subspec.integration.statistics import DraftCounters, SpeculationCounters
+from vllm_subspec.integration.statistics import DraftCounters, SpeculationCounters, WorkClock
+from vllm_subspec.statistics import Report, growth
 from vllm_subspec.verify.compaction import compaction_moves
 from vllm_subspec.verify.walk import Walk
 
@@ -54,6 +58,9 @@ class SubSpecRunnerMixin:
         )
         set_offloader(self.offloader)
         self.counters = SpeculationCounters()
+        self._clock = WorkClock()
+        self._process = psutil.Process()
+        self._sent: Report | None = None  # what the stat loggers know
         self.speculation: Speculation | None = None
         self._tree_rows: list[TreeRows] = []
         if self.subspec_config.speculate:
@@ -135,12 +142,24 @@ class SubSpecRunnerMixin:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._step_start = time.perf_counter()
+        goes_on = bool(scheduler_output.scheduled_cached_reqs.req_ids)
+        self._clock.begin_step(self._step_start, goes_on)
         if self.speculation is None:
             return super().execute_model(scheduler_output, *args, **kwargs)
         verified = scheduler_output.scheduled_spec_decode_tokens
         alone = self.speculation.alone(scheduler_output.num_scheduled_tokens, self.requests)
         with self.speculation.drafter.target_pass(alone if alone in verified else None):
             return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> ModelRunnerOutput:
+        """vLLM's step from the logits on, drafting included; the output brings our statistics."""
+        output = super().sample_tokens(*args, **kwargs)
+        self._clock.end_step(time.perf_counter())
+        report = self.subspec_statistics()
+        grown = report if self._sent is None else growth(self._sent, report)
+        self._sent = report
+        # A copy: an empty output is one constant of vLLM's.
+        return replace(output, ec_connector_output=carrying(grown))
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         """vLLM's inputs; then trees are looked up and their nodes get RoPE positions by depth.
@@ -305,7 +324,13 @@ class SubSpecRunnerMixin:
             draft, self.offloader.statistics(), self.offloader.streamed_bytes_per_pass
         )
         remembered = set() if self.speculation is None else self.speculation.remembered()
-        return report | {"remembered_requests": len(remembered)}
+        return report | {
+            "engine_steps": self._clock.engine_steps,
+            "busy_seconds": self._clock.busy_seconds,
+            "remembered_requests": len(remembered),
+            "worker_memory_bytes": self._process.memory_info().rss,
+            **self.offloader.sizes,
+        }
 
 
 class SubSpecCPUModelRunner(SubSpecRunnerMixin, CPUModelRunner):

@@ -85,8 +85,8 @@ class Speculation:
         draftless = has_thinking_budgets(batch.thinking_budget_state_holder)
         return Verification(
             trees=[
-                Tree.empty() if draftless else self._scheduled(req_id, scheduled.get(req_id, ()))
-                for req_id in batch.req_ids
+                self._scheduled(state, scheduled.get(state.req_id, ()), draftless)
+                for state in states
             ],
             params=[state.sampling_params for state in states],
             outputs=[state.output_token_ids for state in states],
@@ -94,10 +94,20 @@ class Speculation:
             discarded=discarded,
         )
 
-    def _scheduled(self, req_id: str, drafts: Sequence[int]) -> Tree:
+    def _scheduled(self, state: CachedRequestState, drafts: Sequence[int], draftless: bool) -> Tree:
         """The head of the request's tree that was scheduled; empty for vLLM's own placeholders."""
-        tree = self._trees.get(req_id, Tree.empty()).truncate(len(drafts))
-        return tree if tree.tokens.tolist() == list(drafts) else Tree.empty()
+        grown = self._trees.get(state.req_id)
+        if grown is None or not len(grown):
+            return Tree.empty()
+        if draftless:
+            self.drafter.counters.count_fallback("thinking_budget")
+            return Tree.empty()
+        tree = grown.truncate(len(drafts))
+        if not drafts or tree.tokens.tolist() != list(drafts):
+            if state.sampling_params.structured_outputs is None:  # else counted as it was drafted
+                self.drafter.counters.count_fallback("unscheduled")
+            return Tree.empty()
+        return tree
 
     def _generator(self, state: CachedRequestState) -> torch.Generator | None:
         """What a sampled request draws from: its own seed's generator, or a private one."""
@@ -145,7 +155,7 @@ class Speculation:
         trees = self.drafter.draft(wanted, metadata, params)
         for request, tree in zip(wanted, trees, strict=True):
             row = request.batch_row
-            if params[row].structured_outputs is not None:
+            if params[row].structured_outputs is not None and len(tree):
                 logger.info_once(
                     "SubSpec: requests with a grammar draft a chain, along which the scheduler "
                     "checks them"

@@ -43,12 +43,38 @@ class DraftCounters:
         self.fallbacks[reason] += 1
 
 
+class WorkClock:
+    """How long there was work: engine steps, and what lies between steps of requests that go on.
+
+    Attributes:
+        engine_steps: steps with tokens, those of prompts included.
+        busy_seconds: see above.
+    """
+
+    def __init__(self) -> None:
+        self.engine_steps = 0
+        self.busy_seconds = 0.0
+        self._since = 0.0  # when the work began that is not counted yet
+
+    def begin_step(self, now: float, goes_on: bool) -> None:
+        """A step begins; ``goes_on`` says that it has requests of the last one."""
+        if not goes_on:
+            self._since = now
+
+    def end_step(self, now: float) -> None:
+        """The step that began last is over, its drafting included."""
+        self.engine_steps += 1
+        self.busy_seconds += now - self._since
+        self._since = now
+
+
 @dataclass
 class SpeculationCounters:
     """Counts since start, over decode steps only (a prompt's own pass is none).
 
     Attributes:
         target_passes: verification passes, one per request and step.
+        undrafted_passes: those that verified no draft.
         committed_tokens: tokens those passes committed, bonus tokens included.
         drafted_nodes: nodes those passes verified.
         accepted_by_level: how often a node of level i + 1 was accepted.
@@ -59,6 +85,7 @@ class SpeculationCounters:
     """
 
     target_passes: int = 0
+    undrafted_passes: int = 0
     committed_tokens: int = 0
     drafted_nodes: int = 0
     accepted_by_level: list[int] = field(default_factory=list)
@@ -69,6 +96,7 @@ class SpeculationCounters:
     def count_pass(self, tree: Tree, committed: int) -> None:
         """Count one request's pass over ``tree`` that committed ``committed`` tokens."""
         self.target_passes += 1
+        self.undrafted_passes += not len(tree)
         self.committed_tokens += committed
         self.drafted_nodes += len(tree)
         while len(self.drafted_by_level) < tree.depth:

@@ -84,6 +84,11 @@ def _refused_features(args: Any, config: SubSpecConfig) -> _Refusals:
         f"--kv-offloading-size {args.kv_offloading_size}",
         "it may copy blocks before an accepted path is compacted",
     )
+    yield (
+        args.ec_transfer_config is not None,
+        "--ec-transfer-config",
+        "it hands over what encoders of multi-modal models made, and SubSpec serves text",
+    )
     yield (args.enable_lora, "--enable-lora", "the shadow is of the base model")
     yield (
         args.offload_backend not in ("auto", None)

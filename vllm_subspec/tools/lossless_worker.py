@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_subspec.statistics import growth
 from vllm_subspec.tools.lossless_control import wrong_sampler
-from vllm_subspec.tools.measure import growth
 
 _STATISTICS = "subspec_statistics"
 Law = tuple[list[int], list[float]]
