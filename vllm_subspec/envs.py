@@ -27,11 +27,13 @@ def cache_dir() -> Path:
 
 
 def limit_onednn_kernels(count: int) -> None:
-    """Let oneDNN keep ``count`` compiled products: ``ONEDNN_PRIMITIVE_CACHE_CAPACITY``, if not set.
+    """Let oneDNN, and torch in front of it, keep ``count`` products each, unless the user says.
 
-    It reads that at its first product in a process; later calls have no effect.
+    They read ``ONEDNN_PRIMITIVE_CACHE_CAPACITY`` (compiled ones) and ``LRU_CACHE_CAPACITY`` (their
+    descriptions) at their first product in a process; later calls have no effect.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(count))
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(count))
 
 
 def allow_untested_vllm() -> bool:

@@ -38,13 +38,15 @@ def test_each_variable_is_documented_where_it_is_read() -> None:
 
 
 def test_a_user_s_count_of_kernels_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-    monkeypatch.setenv(name, "7")
+    names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    for name in names:
+        monkeypatch.setenv(name, "7")
     envs.limit_onednn_kernels(64)
-    assert os.environ[name] == "7"
-    monkeypatch.delenv(name)
+    assert [os.environ[name] for name in names] == ["7", "7"]
+    for name in names:
+        monkeypatch.delenv(name)
     envs.limit_onednn_kernels(64)
-    assert os.environ[name] == "64"
+    assert [os.environ[name] for name in names] == ["64", "64"]
 
 
 def test_no_other_file_reads_the_environment() -> None:

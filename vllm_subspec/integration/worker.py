@@ -13,8 +13,9 @@ from vllm_subspec.integration.runner import SubSpecCPUModelRunner
 from vllm_subspec.memory import map_large_blocks
 
 ONEDNN_KERNELS = 64
-"""Kept of oneDNN's products: it compiles one for each number of rows and shape of weight, a
-quarter of a megabyte, and keeps 1024 by itself. Some six shapes at ten numbers of rows suffice."""
+"""Products that oneDNN keeps, one for each number of rows and shape of weight. By itself it keeps
+1024, and torch as many descriptions of a quarter of a megabyte: under mixed requests the process
+grew by that for half an hour. Some six shapes at ten numbers of rows suffice."""
 
 
 class SubSpecCPUWorker(CPUWorker):
