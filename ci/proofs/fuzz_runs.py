@@ -163,12 +163,12 @@ def _is_close(plain: dict[int, Any], found: dict[int, Any]) -> bool:
         return False
     last = min(value.logprob for value in plain.values())
     for token in plain.keys() | found.keys():
-        a, b = plain.get(token), found.get(token)
-        if a is None or b is None:
-            alone = a if a is not None else b
-            if abs(alone.logprob - last) > _TOLERANCE:
+        values = [answer[token] for answer in (plain, found) if token in answer]
+        if len(values) == 1:
+            if abs(values[0].logprob - last) > _TOLERANCE:
                 return False
         else:
+            a, b = values
             same_rank = abs(a.rank - b.rank) <= max(1, _RANK_TOLERANCE * a.rank)
             if not (same_rank and _is_same_value(a.logprob, b.logprob)):
                 return False
