@@ -142,8 +142,9 @@ class Plan:
         return {
             "greedy": replace(
                 greedy,
+                # One after another: a text token by token and the same at once are then as
+                # different in shape as batches get, and so is their rounding.
                 params={**greedy.params, "logprobs": _GAP_LAW_SIZE},
-                alone=False,
                 rescore=True,
             ),
             "seeded": replace(asks["seeded"], policy={}),
