@@ -105,6 +105,7 @@ class Round:
         found: what lay in the cache then.
         problems: what was not as it must be.
         answers, failures: of the clients that were there.
+        gone_s: until the last process had ended.
     """
 
     victim: str
@@ -113,6 +114,7 @@ class Round:
     problems: list[str] = field(default_factory=list)
     answers: int = 0
     failures: int = 0
+    gone_s: float = 0.0
 
 
 class Proof:
@@ -136,6 +138,8 @@ class Proof:
         with self._server() as server:
             self._check_answers(server, first)
             self.cache.learn()
+            server.process.terminate()
+            server.survivors()
         if first.problems:
             raise SystemExit(f"not even undisturbed: {first.problems}")
         print(f"first start left {len(self.cache.files())} files", flush=True)
@@ -196,7 +200,7 @@ class Proof:
     def _kill_at_start(self, server: Mortal, this: Round) -> None:
         if this.phase == "loading":
             time.sleep(self._draw.random() * 10)
-        elif server.wait_for(lambda: self.cache.has_begun(this.phase)):
+        elif server.wait_for(lambda: self.cache.has_begun(this.phase), poll_s=0.002):
             time.sleep(self.cache.pause(self._draw))
         if not server.wait_for(lambda: server.kill(this.victim)):
             this.problems.append("the server ended by itself")
@@ -223,7 +227,10 @@ class Proof:
         self._see_what_is_left(server, this)
 
     def _see_what_is_left(self, server: Mortal, this: Round) -> None:
-        if survivors := server.survivors():
+        began = time.monotonic()
+        survivors = server.survivors()
+        this.gone_s = round(time.monotonic() - began, 1)
+        if survivors:
             this.problems.append(f"still alive: {survivors}")
         whole = "whole" if self.cache.spill_stamp() else "unfinished or missing"
         self._is_checked = this.phase.startswith("SIGTERM")
@@ -243,7 +250,8 @@ def main() -> int:
         proof.prepare()
         for number in range(given.times):
             turn, step = divmod(number, len(PHASES))
-            proof.kill_once(VICTIMS[(turn + step) % len(VICTIMS)], PHASES[step])
+            victim = turn + step + step // len(START)  # each phase meets each of them
+            proof.kill_once(VICTIMS[victim % len(VICTIMS)], PHASES[step])
         proof.check_last()
         left = sorted(path.name for path in (Path(folder) / "tmp").iterdir())
     ends = [*proof.rounds, *proof.terminations]

@@ -18,7 +18,8 @@ from proofs.servers import options
 from vllm_subspec.tools.serving import free_port, vllm_serve
 
 START_S = 600.0
-GONE_S = 120.0
+# vLLM's own time-out, for an engine core whose API server was killed before it greeted it.
+GONE_S = 330.0
 VICTIMS = ("API server", "EngineCore", "Worker")
 
 
@@ -36,13 +37,13 @@ class Mortal:
             return httpx.get(f"{self.url}/health", trust_env=False, timeout=5.0).is_success
         return False
 
-    def wait_for(self, phase: Callable[[], bool]) -> bool:
-        """Whether ``phase`` came before the server ended, or before it answered for long."""
+    def wait_for(self, phase: Callable[[], bool], poll_s: float = 0.1) -> bool:
+        """Whether ``phase`` came, before the server ended or ``START_S`` were over."""
         deadline = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < deadline:
             if phase():
                 return True
-            time.sleep(0.002)
+            time.sleep(poll_s)
         return False
 
     def kill(self, victim: str) -> bool:
