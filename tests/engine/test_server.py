@@ -25,13 +25,16 @@ COLOURS = {
     "required": ["colour", "dark"],
     "additionalProperties": False,
 }
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Tells it.", "parameters": COLOURS}
-    | {"strict": True},
-}
-PAINT = {"type": "function", "function": {"name": "paint", "parameters": COLOURS, "strict": True}}
-TOOLS = {"tools": [WEATHER, PAINT], "parallel_tool_calls": False}
+
+
+def tools(**strictness: bool) -> dict[str, Any]:
+    """Two functions to call."""
+    functions = [{"name": name, "parameters": COLOURS, **strictness} for name in ("paint", "mix")]
+    return {"tools": [{"type": "function", "function": function} for function in functions]}
+
+
+TOOLS = tools()
+STRICT = tools(strict=True) | {"parallel_tool_calls": False}
 CALL = r'<tool_call>\n\{"name": "paint", "arguments": \{"colour": "[a-z]{2,9}"\}\}\n</tool_call>'
 
 
@@ -80,7 +83,7 @@ REQUESTS = {
     "chat-tool-written": chat(
         **TOOLS, tool_choice="auto", structured_outputs={"regex": CALL}, max_tokens=96
     ),
-    "chat-tool-required": chat(**TOOLS, tool_choice="required", max_tokens=96),
+    "chat-tool-required": chat(**STRICT, tool_choice="required", max_tokens=96),
     "chat-tool-named": chat(
         **TOOLS, tool_choice={"type": "function", "function": {"name": "paint"}}, max_tokens=64
     ),
@@ -332,35 +335,37 @@ def server(subspec_cache, plain, lively_model_dir, template):
         yield server
 
 
+@pytest.fixture(scope="module")
+def found(server):
+    """What it says to everything, asked at once, streamed and not."""
+    streams = [streamed(REQUESTS[name]) for name in STREAMED]
+    responses = server.post([*REQUESTS.values(), *streams, *REFUSED.values()])
+    return SimpleNamespace(
+        whole=dict(zip(REQUESTS, responses, strict=False)),
+        streams=dict(zip(STREAMED, responses[len(REQUESTS) :], strict=False)),
+        refused=dict(zip(REFUSED, responses[-len(REFUSED) :], strict=True)),
+    )
+
+
 @pytest.mark.parametrize("name", REQUESTS)
-def test_answer(server, plain, name):
-    (found,) = server.post([REQUESTS[name]])
-    assert_same(answer(found), plain.whole[name])
+def test_answer(found, plain, name):
+    assert_same(answer(found.whole[name]), plain.whole[name])
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_stream(server, plain, name):
-    (found,) = map(deltas, server.post([streamed(REQUESTS[name])]))
-    assert_same(joined(found), joined(plain.streams[name]))
+def test_stream(found, plain, name):
+    chunks = deltas(found.streams[name])
+    assert_same(joined(chunks), joined(plain.streams[name]))
     if name in ("completion", "chat", "completion-logprobs"):
-        assert len(found) < len(plain.streams[name]) - 8  # several tokens came in one delta
-
-
-def test_everything_at_once(server, plain):
-    streams = [streamed(REQUESTS[name]) for name in STREAMED]
-    found = server.post([*REQUESTS.values(), *streams])
-    for name, response in zip(REQUESTS, found[: len(REQUESTS)], strict=True):
-        assert_same(answer(response), plain.whole[name], name)
-    for name, response in zip(STREAMED, found[len(REQUESTS) :], strict=True):
-        assert_same(joined(deltas(response)), joined(plain.streams[name]), name)
+        assert len(chunks) < len(plain.streams[name]) - 8  # several tokens came in one delta
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusal(server, plain, name):
-    (found,) = server.post([REFUSED[name]])
-    assert 400 <= plain.refused[name].status_code < 500
-    assert found.status_code == plain.refused[name].status_code
-    assert without_time(found.text) == without_time(plain.refused[name].text)
+def test_refusal(found, plain, name):
+    refused, expected = found.refused[name], plain.refused[name]
+    assert 400 <= expected.status_code < 500
+    assert refused.status_code == expected.status_code
+    assert without_time(refused.text) == without_time(expected.text)
 
 
 def test_reference_holds_what_the_requests_are_about(plain):
