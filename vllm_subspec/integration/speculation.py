@@ -160,6 +160,7 @@ class Speculation:
                     "SubSpec: requests with a grammar draft a chain, along which the scheduler "
                     "checks them"
                 )
+                self.drafter.counters.count_fallback("grammar")
                 tree = tree.best_path()
             self._trees[batch.req_ids[row]] = tree
             drafts[row] = tree.tokens.tolist()
