@@ -32,6 +32,7 @@ from proofs.clients import Answer, difference, references
 from proofs.mortal import VICTIMS, Mortal, started
 from proofs.pool import pool
 from proofs.servers import serve
+from proofs.ties import Difference, Verdict, audited
 from proofs.traffic import Traffic
 
 from vllm_subspec import envs
@@ -128,6 +129,7 @@ class Proof:
         self.cache = Cache(folder / "cache")
         self.rounds: list[Round] = []
         self.terminations: list[Round] = []
+        self._differences: list[Difference] = []
         self._is_checked = True
 
     def prepare(self) -> None:
@@ -140,8 +142,8 @@ class Proof:
             self.cache.learn()
             server.process.terminate()
             server.survivors()
-        if first.problems:
-            raise SystemExit(f"not even undisturbed: {first.problems}")
+        if wrong := first.problems + self.audited().wrong:
+            raise SystemExit(f"not even undisturbed: {wrong}")
         print(f"first start left {len(self.cache.files())} files", flush=True)
 
     def kill_once(self, victim: str, phase: str) -> None:
@@ -171,6 +173,10 @@ class Proof:
             self.terminations.append(this)
             print(json.dumps(asdict(this)), flush=True)
 
+    def audited(self) -> Verdict:
+        """All answers that differed."""
+        return audited(self._differences, self._model, self._folder / "plain.log")
+
     def _server(self) -> Any:
         return started(self._model, self._folder / "server.log", SUBSPEC, self.cache.folder)
 
@@ -194,8 +200,10 @@ class Proof:
         some = self._draw.sample(range(POOL), 12)
         found = asyncio.run(references(server.url, [self._cases[i] for i in some]))
         for index, answer in zip(some, found, strict=True):
-            if wrong := difference(self._expected[index], answer):
-                former.problems.append(f"after it {self._cases[index].name}: {wrong}")
+            case, expected = self._cases[index], self._expected[index]
+            if what := difference(expected, answer):
+                what = f"after {former.victim}, {former.phase}: {what}"
+                self._differences.append(Difference(case, expected, answer, what))
 
     def _kill_at_start(self, server: Mortal, this: Round) -> None:
         if this.phase == "loading":
@@ -220,7 +228,7 @@ class Proof:
 
         asyncio.run(both())
         this.answers, this.failures = traffic.answered.total(), len(traffic.failures)
-        this.problems += [f"wrong: {wrong}" for wrong in traffic.wrong]
+        self._differences += traffic.wrong
         this.problems += [f"hung: {name}" for name in traffic.hung]
         if this.failures < CLIENTS:
             this.problems.append(f"only {this.failures} of {CLIENTS} clients heard of it")
@@ -253,13 +261,16 @@ def main() -> int:
             victim = turn + step + step // len(START)  # each phase meets each of them
             proof.kill_once(VICTIMS[victim % len(VICTIMS)], PHASES[step])
         proof.check_last()
+        audit = proof.audited()
         left = sorted(path.name for path in (Path(folder) / "tmp").iterdir())
     ends = [*proof.rounds, *proof.terminations]
     problems = [f"{end.victim}, {end.phase}: {p}" for end in ends for p in end.problems]
+    problems += audit.wrong
     report = {
         "passed": not problems,
         "kills": given.times,
         "problems": problems,
+        "near_ties": audit.near_ties,
         "ends": [asdict(end) for end in ends],
         "left_by_vllm_in_tmp": left,
         "seed": given.seed,

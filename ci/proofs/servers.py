@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def options(subspec: dict[str, Any] | None) -> list[str]:
     return [*shared, *LITTLE_ROOM, f"--speculative-config={speculative}"]
 
 
-def serve(model: Path, log: Path, subspec: dict[str, Any] | None) -> AbstractContextManager[Server]:
-    """A server that answers; see ``running``."""
+def serve(
+    model: Path, log: Path, subspec: dict[str, Any] | None, more: Sequence[str] = ()
+) -> AbstractContextManager[Server]:
+    """A server that answers; see ``running``. ``more``: options of ``vllm serve``."""
     port = free_port()
-    return running(vllm_serve(model, port, options(subspec)), port, log, START_S)
+    return running(vllm_serve(model, port, [*options(subspec), *more]), port, log, START_S)

@@ -14,6 +14,7 @@ import httpx
 
 from proofs.clients import Answer, ask, difference
 from proofs.pool import Case
+from proofs.ties import Difference
 from vllm_subspec.tools.serving import Server
 
 GIVEN_UP = 0.3  # of all requests
@@ -71,7 +72,7 @@ class Traffic:
         self.asked = 0
         self.answered: Counter[str] = Counter()
         self.given_up: Counter[str] = Counter()
-        self.wrong: list[str] = []
+        self.wrong: list[Difference] = []
         self.hung: list[str] = []
         self.failures: list[str] = []
 
@@ -97,7 +98,7 @@ class Traffic:
             await self._ask(client, case, leaving, answer)
             if wrong := difference(expected, answer):
                 how = "streamed" if leaving.stream else "whole"
-                self.wrong.append(f"{case.name}, {how}: {wrong}")
+                self.wrong.append(Difference(case, expected, answer, f"{how}: {wrong}"))
             if answer.failure is not None:
                 self.failures.append(f"{case.name}: {answer.failure}")
                 return
