@@ -83,6 +83,10 @@ class SubSpecConfig(BaseModel):
     noise_coupling: bool = Field(
         default=True, description="draft sampled requests with the target's own noise"
     )
+    adaptive_depth: bool = Field(
+        default=True,
+        description="let each tree stop where it promises too little; needs depth open",
+    )
     post_speculation: bool = Field(
         default=True, description="draft on while the target's weights stream"
     )

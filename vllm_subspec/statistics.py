@@ -88,6 +88,7 @@ class Statistics:
         overlapped_draft_seconds: time spent there.
         followed_drafts: drafts that went on below the path just accepted.
         started_drafts: drafts that began at a root alone.
+        stopped_drafts: drafts that stopped since another level promised less than its price.
         stream_bytes_read: bytes that came over the link.
         stream_reads: reads that ended.
         stream_read_busy_s: time in which at least one read was in flight.
@@ -121,6 +122,7 @@ class Statistics:
     overlapped_draft_seconds: float = 0.0
     followed_drafts: int = 0
     started_drafts: int = 0
+    stopped_drafts: int = 0
     stream_bytes_read: int = 0
     stream_reads: int = 0
     stream_read_busy_s: float = 0.0
@@ -191,6 +193,11 @@ class Statistics:
     def nodes_per_pass(self) -> float:
         """Nodes verified per pass."""
         return _ratio(self.drafted_nodes, self.target_passes)
+
+    @property
+    def levels_per_pass(self) -> float:
+        """Levels verified per pass: the mean depth of trees."""
+        return _ratio(sum(self.drafted_by_level), self.target_passes)
 
     @property
     def acceptance_by_level(self) -> tuple[float, ...]:

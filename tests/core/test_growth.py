@@ -279,7 +279,12 @@ class Pair:
     def check(self) -> None:
         assert self.growth.is_exhausted == self.search.is_exhausted
         assert self.growth.depth == len(self.search.levels)
-        check(self.growth.trees()[0], self.search.nodes())
+        (tree,), (doubt,) = self.growth.trees(), self.growth.doubts()
+        check(tree, self.search.nodes())
+        if tree.depth == self.growth.depth:  # else the last level is dead
+            assert doubt == pytest.approx([0.0, *tree.doubts()][-1], abs=1e-4)
+        else:
+            assert doubt == math.inf
         for max_nodes in (1, 4):
             check(self.growth.trees(max_nodes)[0], self.search.nodes(max_nodes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -131,6 +132,20 @@ def test_the_tuner_hears_of_new_requests(pacing, recorder):
     assert recorder.told == []
     assert pacing.next_cut(2, is_new=True) == Cut(2, 2)
     assert recorder.told == [("again",)]
+
+
+def test_a_level_is_grown_where_it_promises_its_price(pacing, recorder):
+    """Of two trees one is hopeless: the other must pay for both."""
+    cut, doubts = Cut(9, 9, price=0.5), [0.1, math.inf]
+    assert pacing.pays(cut, 1, doubts)
+    assert pacing.pays(cut, 1, [2.0] * 9)
+    assert not pacing.pays(cut, 1, doubts[1:])
+    assert not pacing.pays(cut, 40, doubts)
+    assert pacing.pays(Cut(9, 9), 40, [math.inf]), "a fixed cut has no price"
+    for _ in range(20):  # TREE is never accepted
+        pacing.begin_pass({"a": 5}, {"a": TREE})
+        pacing.end_pass({"a": [9]}, 0)
+    assert not pacing.pays(cut, 1, doubts)
 
 
 def test_a_fixed_cut_stays():

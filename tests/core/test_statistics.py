@@ -39,6 +39,7 @@ COUNTED = Statistics(
 def test_derived_figures() -> None:
     assert COUNTED.tau == 2.5
     assert COUNTED.nodes_per_pass == 7.5
+    assert COUNTED.levels_per_pass == 2.0
     assert COUNTED.acceptance_by_level == (1.0, 2 / 3, 0.5)
     assert COUNTED.draft_step_s == 0.25
     assert COUNTED.target_pass_s == 1.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from random import Random
 
 import pytest
@@ -175,6 +176,16 @@ def test_prune_keeps_the_best_nodes_and_their_ancestors_in_order(tree, max_nodes
     pruned.check_integrity()
     rows = as_rows(tree)
     assert as_rows(pruned) == [rows[node] for node in sorted(best)]
+
+
+@FIXED
+@given(trees)
+def test_doubt_is_what_the_scores_of_a_level_lost(tree):
+    doubts = tree.doubts()
+    assert len(doubts) == tree.depth
+    for level, doubt in enumerate(doubts, start=1):
+        mass = sum(math.exp(score) for score in tree.scores[tree.levels == level].tolist())
+        assert doubt == pytest.approx(max(0.0, -math.log(mass)))
 
 
 @FIXED

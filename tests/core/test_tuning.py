@@ -369,3 +369,22 @@ def test_a_change_reads_as_a_line_of_the_log():
 
 def test_room_for_tuning_is_half_as_much_again():
     assert [deepest(depth) for depth in (1, 4, 16, 40, 64)] == [1, 6, 24, 48, 64]
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 16])
+def test_trees_that_stop_by_themselves_get_the_price_of_a_step(sequences, monkeypatch):
+    """What the cut that is best for all trees would bring in the time of one step."""
+    machine, tuner = BATCHES["narrow-trees"], tuner_of()
+    cut = machine.run(tuner, 100, Random(3), sequences)[-1]
+    step_s = machine.step_s + (sequences - 1) * machine.sequence_s
+    price = tuner.expected_rate(cut, sequences) * step_s
+    monkeypatch.setattr(tuner, "_adaptive", True)
+    opened = tuner.next_cut(sequences)
+    assert opened == Cut(min(24, opened.nodes), opened.nodes, opened.price)
+    assert opened.nodes >= cut.nodes, "a path needs as many nodes as levels"
+    assert opened.price == pytest.approx(price, rel=0.1)
+    assert cut.price == 0
+
+
+def test_before_anything_is_known_no_tree_stops_by_itself():
+    assert DepthTuner(16, 24, 4, 64, adaptive=True).next_cut(1) == Cut(16, 64)

@@ -65,6 +65,7 @@ def test_figures_of_speculation() -> None:
     assert found["cycle_ms"] == 1e3 * 6 / 8
     assert found["draft_step_ms"] == pytest.approx(50.0)
     assert found["target_pass_ms"] == pytest.approx(500.0)
+    assert found["levels_per_pass"] == 18 / 8
     assert found["draft_steps_in_passes"] == 0.2
     assert found["link_bandwidth"] == 200.0
     assert found["link_utilization"] == pytest.approx(4 / 6)

@@ -68,6 +68,7 @@ def test_plain_and_subspec_share_all_but_speculation(work: Workload) -> None:
         ("chain", {"width": 1}),
         ("subspec-4bit", {"bits": 4}),
         ("no-post", {"post_speculation": False}),
+        ("uniform", {"adaptive_depth": False}),
     ],
 )
 def test_variants_differ_by_one_option(name: str, option: dict[str, Any], work: Workload) -> None:

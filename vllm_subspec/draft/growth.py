@@ -107,6 +107,14 @@ class Growth:
         """Levels grown so far."""
         return len(self._levels)
 
+    def doubts(self) -> list[float]:
+        """Of each request's last level, as ``Tree.doubts`` has it; 0 at the root.
+
+        Here the host waits for the device.
+        """
+        last = self._levels[-1] if self._levels else self._root
+        return (-last.scores.logsumexp(1)).clamp(min=0).tolist()
+
     def step(self) -> None:
         """Grow one level, by one forward for the whole batch."""
         level = self.depth

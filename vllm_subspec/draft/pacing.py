@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_subspec.draft.acceptance import Outcome
 from vllm_subspec.draft.averages import Average
+from vllm_subspec.draft.stopping import Reach
 from vllm_subspec.draft.tree import Tree
 from vllm_subspec.draft.tuning import Cut, DepthTuner
 
@@ -66,6 +67,7 @@ class Pacing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cut, self.tuner = cut, tuner
+        self._reach = Reach()
         self._idle_s, self._clock = idle_s, clock
         self._streamed_s = Average()  # of passes that waited
         self._drafted = _Drafted()
@@ -101,7 +103,9 @@ class Pacing:
         for req_id, tokens in committed.items():
             tree = last.trees.get(req_id, Tree.empty())
             if len(tree):
-                outcomes.append(Outcome(tree.depth, len(tree), tree.least_nodes(tokens[:-1])))
+                least_nodes = tree.least_nodes(tokens[:-1])
+                outcomes.append(Outcome(tree.depth, len(tree), least_nodes))
+                self._reach.observe(tree.doubts(), len(least_nodes))
         if last.has_prompts:
             self.tuner.observe_prompts(last.rows, seconds)
             self.tuner.observe_trees(outcomes)
@@ -116,6 +120,17 @@ class Pacing:
         if is_new:
             self.tuner.look_again()
         return self.tuner.next_cut(sequences)
+
+    def pays(self, cut: Cut, depth: int, doubts: Iterable[float]) -> bool:
+        """Whether one level more is worth its price.
+
+        Args:
+            cut: of this draft.
+            depth: levels grown so far.
+            doubts: of the last one, in each tree that may have another.
+        """
+        # A path gets to the next level at most as often as to this one.
+        return sum(self._reach.chance(depth, doubt) for doubt in doubts) >= cut.price
 
     def end_draft(
         self, req_ids: Sequence[str], steps: int, seconds: float, hidden_steps: int

@@ -142,6 +142,12 @@ class Tree:
         parents = torch.where(parents < 0, -1, renumbered[parents])
         return Tree(self.tokens[kept], parents, self.levels[kept], self.scores[kept])
 
+    def doubts(self) -> list[float]:
+        """For each level, -log of the sum of its nodes' sharpened probabilities: nats, >= 0."""
+        masses = torch.zeros(self.depth, dtype=torch.float64)
+        masses.index_add_(0, self.levels - 1, self.scores.double().exp())
+        return (-masses.log()).clamp(min=0).tolist()
+
     def best_path(self) -> Tree:
         """The chain that ends in the best node of the deepest level."""
         if not len(self):

@@ -36,10 +36,17 @@ _LEAP = 2.0  # a pass may have so many times the rows of the largest one measure
 
 @dataclass(frozen=True)
 class Cut:
-    """What each running request drafts: levels grown, and nodes kept for verification."""
+    """What each running request drafts.
+
+    Attributes:
+        depth: levels grown at most.
+        nodes: kept for verification at most.
+        price: tokens that a level must promise, all requests together, or no more are grown.
+    """
 
     depth: int
     nodes: int
+    price: float = 0.0
 
 
 NOTHING = Cut(0, 0)
@@ -103,6 +110,8 @@ class DepthTuner:
         most: deepest tree that may be chosen.
         width: nodes that a level grows.
         max_nodes: nodes verified at most, of each request.
+        adaptive: trees stop by themselves, each where a step costs more than it promises; the cut
+            then gives the price and leaves the depth open.
         on_change: told when speculation steps aside or comes back.
 
     Attributes:
@@ -116,8 +125,10 @@ class DepthTuner:
         width: int,
         max_nodes: int,
         on_change: Callable[[Change], None] = lambda change: None,
+        adaptive: bool = False,
     ) -> None:
         self.pass_floor_s = 0.0
+        self._adaptive = adaptive
         self._first, self._most, self._width = depth, most, width
         self._on_change = on_change
         self._acceptance = Acceptance(most, width, max_nodes)
@@ -190,7 +201,14 @@ class DepthTuner:
             self._acceptance.fade()
             self._pass_s.fade()
             self._is_probing = True
-        return cut if drafts else NOTHING
+        if not drafts:
+            return NOTHING
+        return self._opened(cut, sequences, drafting) if self._adaptive else cut
+
+    def _opened(self, cut: Cut, sequences: int, rate: float) -> Cut:
+        """The cut for trees that stop by themselves, worth as much as the fixed one at least."""
+        price = rate * float(self._step_s.at(sequences))
+        return Cut(min(self._most, cut.nodes), cut.nodes, price)
 
     def look_again(self) -> None:
         """A new request runs: if it was the text that did not pay, this one's may."""

@@ -52,6 +52,7 @@ class DraftPolicy:
         post_speculation: whether a tree grows on while the target's weights stream.
         most_depth: how deep live tuning may go from ``shape.depth``, and it may step aside;
             ``None`` keeps that depth, always.
+        adaptive_depth: whether each tree that is tuned stops where it promises too little.
     """
 
     shape: TreeShape
@@ -59,6 +60,7 @@ class DraftPolicy:
     noise_coupling: bool
     post_speculation: bool
     most_depth: int | None
+    adaptive_depth: bool
 
     @property
     def max_nodes(self) -> int:
@@ -83,6 +85,7 @@ class DraftPolicy:
             config.noise_coupling,
             config.post_speculation and ranks == 1,
             None if config.depth or ranks > 1 else deepest(depth),
+            config.adaptive_depth,
         )
 
 
@@ -203,13 +206,16 @@ class Drafter:
         if cut == NOTHING:
             return self._leave_undrafted(requests)
         depth = min(cut.depth, max(request.tree_depth for request in requests))
-        growing = self._go_on(requests, depth) or self._begin(requests, depth)
+        growing = self._go_on(requests, cut, depth) or self._begin(requests, depth)
         growth = growing.growth
         rank = self._rank(requests, metadata, params, growing.max_levels)
         growth.rank = None if rank.is_plain else rank
         self._growing = growing
         began, steps = time.monotonic(), 0
         while growth.depth < depth and growing.may_go_on():
+            if not self._pays(cut, growth, requests):
+                self.counters.stopped_drafts += 1
+                break
             growth.step()
             steps += 1
         end = time.monotonic()
@@ -221,6 +227,12 @@ class Drafter:
             tree.limit_depth(request.tree_depth).prune(cut.nodes)
             for tree, request in zip(growth.trees(), requests, strict=True)
         ]
+
+    def _pays(self, cut: Cut, growth: Growth, requests: Sequence[DraftRequest]) -> bool:
+        """Whether another level is likely enough, in the trees that may have one; the first is."""
+        doubts = zip(growth.doubts(), requests, strict=True)
+        open_doubts = [doubt for doubt, request in doubts if request.tree_depth > growth.depth]
+        return not growth.depth or self.pacing.pays(cut, growth.depth, open_doubts)
 
     def _leave_undrafted(self, requests: Sequence[DraftRequest]) -> list[Tree]:
         self._drop_step()
@@ -307,7 +319,7 @@ class Drafter:
                 self._paused.drop()
             self._paused = None
 
-    def _go_on(self, requests: Sequence[DraftRequest], depth: int) -> _Growing | None:
+    def _go_on(self, requests: Sequence[DraftRequest], cut: Cut, depth: int) -> _Growing | None:
         """The last growth, below the path that was accepted since; None where it left the tree."""
         growing = self._growing
         if growing is None or not self.policy.post_speculation or len(requests) != 1:
@@ -322,10 +334,12 @@ class Drafter:
             return None
         if self._paused is not None:
             self._resume_step()
-        rerooting = growing.growth.follow(new.committed)
-        if rerooting is None or (growing.growth.is_exhausted and growing.growth.depth < depth):
+        growth = growing.growth
+        rerooting = growth.follow(new.committed)
+        falls_short = growth.is_exhausted and growth.depth < depth
+        if rerooting is None or (falls_short and self._pays(cut, growth, requests)):
             return None
-        self._scratch.move_down(rerooting, growing.growth.width)
+        self._scratch.move_down(rerooting, growth.width)
         self._take_context(requests)
         self.counters.followed_drafts += 1
         return replace(growing, requests=requests, max_levels=self._max_levels(requests))
@@ -398,6 +412,7 @@ def _pacing(policy: DraftPolicy, idle_s: Callable[[], float]) -> Pacing:
             shape.width,
             policy.max_nodes,
             on_change=partial(logger.info, "SubSpec %s"),
+            adaptive=policy.adaptive_depth,
         )
     return Pacing(Cut(shape.depth, policy.max_nodes), tuner, idle_s)
 

@@ -75,6 +75,7 @@ _COUNTS = (
     _Count("draft_steps", _DRAFT_STEPS, "overlapped_draft_steps", ("phase", "within")),
     _Count("draft_seconds", _DRAFT_SECONDS, "draft_seconds", ("phase", "between")),
     _Count("draft_seconds", _DRAFT_SECONDS, "overlapped_draft_seconds", ("phase", "within")),
+    _Count("stopped_drafts", "Drafts that another level promised too little.", "stopped_drafts"),
     _Count("link_busy_seconds", "Time in which weights were read.", "stream_read_busy_s"),
     _Count("link_wait_seconds", "Time the target waited for weights, idle.", "stream_wait_s"),
     _Count("link_read_bytes", "Bytes of weights read.", "stream_bytes_read"),

@@ -25,6 +25,7 @@ class DraftCounters:
         overlapped_draft_seconds: time spent there.
         followed_drafts: drafts that went on below the path just accepted.
         started_drafts: drafts that began at a root alone.
+        stopped_drafts: drafts that stopped since another level promised less than its price.
         fallbacks: how often a request got less than a tree, by reason; all reasons are there.
     """
 
@@ -34,6 +35,7 @@ class DraftCounters:
     overlapped_draft_seconds: float = 0.0
     followed_drafts: int = 0
     started_drafts: int = 0
+    stopped_drafts: int = 0
     fallbacks: dict[Fallback, int] = field(
         default_factory=lambda: dict.fromkeys(get_args(Fallback), 0)
     )

@@ -44,6 +44,7 @@ def figures(result: Mapping[str, Any]) -> Figures:
     if run.statistics.get("target_passes"):
         found |= speculation_figures(run)
         counted = Statistics.from_report(run.statistics)
+        found["levels_per_pass"] = counted.levels_per_pass
         found["draft_steps_in_passes"] = counted.draft_steps_in_passes
     if run.statistics.get("stream_bytes_read"):
         found |= stream_figures(run)

@@ -46,6 +46,7 @@ _ALL = (
     Mode("chain", "SubSpec with one node a level", {"width": 1}),
     Mode("subspec-4bit", "SubSpec with every shadow at 4 bits", {"bits": 4}),
     Mode("no-post", "SubSpec without drafting during the pass", {"post_speculation": False}),
+    Mode("uniform", "SubSpec with trees of one depth at a time", {"adaptive_depth": False}),
     Mode(
         "ngram",
         "vLLM's n-gram method over our stream",

@@ -13,6 +13,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tokens_per_s", "tokens/s", lambda v: f"{v:.2f}"),
     ("decode_tokens_per_s", "decoding", lambda v: f"{v:.2f}"),
     ("acceptance_length", "tau", lambda v: f"{v:.2f}"),
+    ("levels_per_pass", "depth", lambda v: f"{v:.1f}"),
     ("cycle_ms", "cycle, ms", lambda v: f"{v:.0f}"),
     ("draft_step_ms", "draft step, ms", lambda v: f"{v:.1f}"),
     ("draft_steps_in_passes", "of them in passes", lambda v: f"{v:.0%}"),
