@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_subspec.draft.tuning import DepthTuner
+from vllm_subspec.draft.tuning import NOTHING, DepthTuner
 
 pytestmark = pytest.mark.engine
 
@@ -129,10 +129,12 @@ def test_only_an_open_depth_is_tuned(engine):
     if config.depth is None:
         cut = drafter.pacing.tuner.next_cut(1)
         assert 0 <= cut.depth <= drafter.policy.most_depth
-        assert cut.depth != drafter.policy.shape.depth
+        assert cut == NOTHING or cut.price > 0
+        assert engine.statistics()["stopped_drafts"] > 0
         assert engine.statistics()["followed_drafts"] > 0
     else:
         assert drafter.pacing.tuner is None
+        assert engine.statistics()["stopped_drafts"] == 0
         assert engine.statistics()["fallback_stepped_aside"] == 0
 
 

@@ -230,9 +230,11 @@ class Drafter:
 
     def _pays(self, cut: Cut, growth: Growth, requests: Sequence[DraftRequest]) -> bool:
         """Whether another level is likely enough, in the trees that may have one; the first is."""
+        if not cut.price or not growth.depth:
+            return True
         doubts = zip(growth.doubts(), requests, strict=True)
         open_doubts = [doubt for doubt, request in doubts if request.tree_depth > growth.depth]
-        return not growth.depth or self.pacing.pays(cut, growth.depth, open_doubts)
+        return self.pacing.pays(cut, growth.depth, open_doubts)
 
     def _leave_undrafted(self, requests: Sequence[DraftRequest]) -> list[Tree]:
         self._drop_step()
