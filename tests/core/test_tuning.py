@@ -386,5 +386,17 @@ def test_trees_that_stop_by_themselves_get_the_price_of_a_step(sequences, monkey
     assert cut.price == 0
 
 
+def test_a_lone_request_after_a_crowd_may_have_deep_trees_at_once():
+    """How deep they get is then for each tree to say, not for what the crowd's trees accepted."""
+    machine, random = BATCHES["narrow-trees"], Random(0)
+    tuner = DepthTuner(16, 24, 4, 64, adaptive=True)
+    for cycles, sequences in ((20, 1), (100, 16)):
+        machine.run(tuner, cycles, random, sequences)
+    assert tuner.next_cut(16).depth < 12
+    cut = tuner.next_cut(1)
+    assert cut.depth == 24
+    assert cut.nodes >= 48
+
+
 def test_before_anything_is_known_no_tree_stops_by_itself():
     assert DepthTuner(16, 24, 4, 64, adaptive=True).next_cut(1) == Cut(16, 64)
