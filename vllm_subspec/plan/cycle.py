@@ -28,8 +28,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_subspec.plan import ledger
 from vllm_subspec.plan.alignment import Values, acceptance, width_factor
 from vllm_subspec.plan.machine import MachineFigures
+from vllm_subspec.plan.shapes import ModelShape
 
 WAIT_SHARE = 0.9
 """Of the time that compute waits, what draft steps can use: a guess, nobody measured it alone."""
@@ -54,6 +56,30 @@ class Work:
     num_weights: int
     weight_bytes: int
     tail_share: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, num_streamed: int, head_streamed: bool, num_slots: int) -> Work:
+        """Of a placement that streams the first ``num_streamed`` layers, at least one."""
+        layers, head = shape.layers, shape.head
+        units = [*layers, *([head] if head else [])]
+        num_weights = sum(unit.num_weights for unit in units)
+        streamed = sum(unit.weight_bytes for unit in layers[:num_streamed])
+        last = layers[num_streamed - 1].num_weights
+        if head and head_streamed:
+            streamed += head.weight_bytes
+            tail = min(last, head.num_weights)
+        else:
+            tail = last + sum(unit.num_weights for unit in layers[num_streamed:])
+            tail += head.num_weights if head else 0
+        slots = num_slots * ledger.slot_bytes(shape, num_streamed)
+        return cls(
+            num_layers=len(layers),
+            streamed_bytes=streamed,
+            slot_bytes=min(slots, streamed),
+            num_weights=num_weights,
+            weight_bytes=sum(unit.weight_bytes for unit in units),
+            tail_share=tail / num_weights,
+        )
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,6 @@ class _Search:
         self._shape, self._kv_bytes, self._machine = shape, kv_bytes, machine
         self._sensitivity, self._wishes = sensitivity, wishes
         units = [*shape.layers, *([shape.head] if shape.head else [])]
-        self._num_weights = sum(unit.num_weights for unit in units)
-        self._weight_bytes = sum(unit.weight_bytes for unit in units)
         missing = [b for b in wishes.bit_choices if b not in sensitivity.kl]
         if missing and wishes.speculate:
             raise ConfigError(
@@ -179,25 +177,7 @@ class _Search:
         return [*range(frame.num_streamed), *head]
 
     def _work(self, frame: _Frame) -> Work:
-        shape, head = self._shape, self._shape.head
-        layers = shape.layers
-        streamed = sum(unit.weight_bytes for unit in layers[: frame.num_streamed])
-        last = layers[frame.num_streamed - 1].num_weights
-        if head and frame.head_streamed:
-            streamed += head.weight_bytes
-            tail = min(last, head.num_weights)
-        else:
-            tail = last + sum(unit.num_weights for unit in layers[frame.num_streamed :])
-            tail += head.num_weights if head else 0
-        slots = frame.num_slots * ledger.slot_bytes(shape, frame.num_streamed)
-        return Work(
-            num_layers=len(layers),
-            streamed_bytes=streamed,
-            slot_bytes=min(slots, streamed),
-            num_weights=self._num_weights,
-            weight_bytes=self._weight_bytes,
-            tail_share=tail / self._num_weights,
-        )
+        return Work.of(self._shape, frame.num_streamed, frame.head_streamed, frame.num_slots)
 
     def _scratch(self, trees: Trees) -> Values:
         wishes = self._wishes
@@ -215,7 +195,7 @@ class _Search:
 
     def _cycle(self, frame: _Frame, trees: Trees, kl: Values, shadows: Values) -> Cycle:
         work = self._work(frame)
-        full = self._weight_bytes - work.streamed_bytes
+        full = work.weight_bytes - work.streamed_bytes
         loss = LOSS_PER_ROOT_KL * np.sqrt(kl) + LOSS_FLOOR
         return decode_cycle(
             work, self._machine, trees, full + shadows, loss, self._wishes.post_speculation

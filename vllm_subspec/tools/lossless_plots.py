@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import binom
+
+from vllm_subspec.tools.plotting import Plot, new_axes, plot
 
 _RIGHT, _WRONG, _REFERENCE = "#2b7a3d", "#c0392b", "#9aa7b1"
 _LARGEST_GAP = 6.0
 _CONFIDENCE = 0.999
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One picture.
-
-    Attributes:
-        title: what it is of.
-        reading: how to read it, one or two sentences.
-        image: a ``data:`` URI.
-    """
-
-    title: str
-    reading: str
-    image: str
 
 
 def plots(found: Mapping[str, Any]) -> list[Plot]:
@@ -39,24 +21,8 @@ def plots(found: Mapping[str, Any]) -> list[Plot]:
     return [_gaps(found), _variation(found), _ranks(found), _accuracy(found)]
 
 
-def _plot(title: str, reading: str, figure: Figure) -> Plot:
-    file = BytesIO()
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    encoded = base64.b64encode(file.getvalue()).decode("ascii")
-    return Plot(title, reading, f"data:image/svg+xml;base64,{encoded}")
-
-
-def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
 def _gaps(found: Mapping[str, Any]) -> Plot:
-    figure, axes = _axes("gap to the best token, in logits", "tokens of the reference")
+    figure, axes = new_axes("gap to the best token, in logits", "tokens of the reference")
     gaps = np.minimum(found["gaps"], _LARGEST_GAP)
     axes.hist(gaps, bins=60, range=(0, _LARGEST_GAP), color=_REFERENCE, label="second-best tokens")
     judged = _divergences(found["checks"])
@@ -78,7 +44,7 @@ def _gaps(found: Mapping[str, Any]) -> Plot:
     if tolerances and not found["exact"]:
         axes.axvspan(0, float(np.median(tolerances)), color=_RIGHT, alpha=0.12, label="tolerated")
     axes.legend(frameon=False, fontsize=8)
-    return _plot(
+    return plot(
         "How near the other token was, wherever texts part",
         "Grey: the gap between the best and the second-best token at every greedy position of the "
         "reference. A difference that rounding explains lies at the left end, within the tolerance "
@@ -106,7 +72,7 @@ def _samplers(found: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any
 
 
 def _variation(found: Mapping[str, Any]) -> Plot:
-    figure, axes = _axes("token after the prompt", "total variation from the target's law")
+    figure, axes = new_axes("token after the prompt", "total variation from the target's law")
     for index, (label, colour, comparison) in enumerate(_samplers(found)):
         distances = comparison["distances"]
         places = [distance["position"] + 0.15 * (index - 1) for distance in distances]
@@ -120,7 +86,7 @@ def _variation(found: Mapping[str, Any]) -> Plot:
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=8)
-    return _plot(
+    return plot(
         "How far the drawn tokens are from the target's law",
         "Points: total variation between the frequencies of the drawn tokens and the law. Grey "
         "bars: what 95 % of exact samplers show with as many draws, by chance alone; a right one "
@@ -130,7 +96,7 @@ def _variation(found: Mapping[str, Any]) -> Plot:
 
 
 def _ranks(found: Mapping[str, Any]) -> Plot:
-    figure, axes = _axes(
+    figure, axes = new_axes(
         "place in the target's law, the most probable token first", "share of draws"
     )
     for label, colour, comparison in _samplers(found):
@@ -142,7 +108,7 @@ def _ranks(found: Mapping[str, Any]) -> Plot:
         edges = np.linspace(0, 1, cells + 1)
         axes.stairs(counts / total, edges, color=colour, label=label, linewidth=1.5)
     axes.legend(frameon=False, fontsize=8)
-    return _plot(
+    return plot(
         "Where in the law the draws fall",
         "The target's law of each token, laid end to end from the most to the least probable "
         "value, is cut into 20 pieces of equal probability. An exact sampler hits all pieces "
@@ -152,7 +118,7 @@ def _ranks(found: Mapping[str, Any]) -> Plot:
 
 
 def _accuracy(found: Mapping[str, Any]) -> Plot:
-    figure, axes = _axes("right answers of SubSpec minus those of the reference", "")
+    figure, axes = new_axes("right answers of SubSpec minus those of the reference", "")
     figure.set_figheight(1.8)
     accuracy = found["checks"]["tasks"]["accuracy"]
     low, high = accuracy["interval"]
@@ -164,7 +130,7 @@ def _accuracy(found: Mapping[str, Any]) -> Plot:
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:+.0f} %")
     widest = max(0.1, 1.1 * abs(low), 1.1 * abs(high))
     axes.set_xlim(-widest, widest)
-    return _plot(
+    return plot(
         "Accuracy on questions with checkable answers",
         f"{accuracy['questions']} questions; the reference answers {accuracy['reference']:.0%} of "
         f"them rightly, SubSpec {accuracy['found']:.0%}. The line is the 95 % interval of the "
