@@ -46,3 +46,8 @@ def allow_untested_vllm() -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"SUBSPEC_ALLOW_UNTESTED_VLLM is {value!r}: set it to 1, or to 0")
     return value == "1"
+
+
+def keep_engine_in_process() -> None:
+    """``VLLM_ENABLE_V1_MULTIPROCESSING=0``: vLLM's engines step when this process says so."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

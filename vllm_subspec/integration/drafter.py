@@ -236,6 +236,23 @@ class Drafter:
         open_doubts = [doubt for doubt, request in doubts if request.tree_depth > growth.depth]
         return self.pacing.pays(cut, growth.depth, open_doubts)
 
+    def growth(
+        self,
+        requests: Sequence[DraftRequest],
+        metadata: SamplingMetadata,
+        params: Sequence[SamplingParams],
+        depth: int,
+    ) -> Growth:
+        """A growth apart from any pass, with room for ``depth`` levels; good until the next one.
+
+        The arguments are those of ``draft``; the policy must not ask for post-speculation.
+        """
+        assert not self.policy.post_speculation
+        growth = self._begin(requests, depth).growth
+        rank = self._rank(requests, metadata, params, depth)
+        growth.rank = None if rank.is_plain else rank
+        return growth
+
     def _leave_undrafted(self, requests: Sequence[DraftRequest]) -> list[Tree]:
         self._drop_step()
         self._growing = None
