@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 
 from vllm_subspec import envs
 from vllm_subspec.draft.tree import TreeShape
@@ -167,10 +168,10 @@ class Sensitivity:
 
 
 def _cache_file(directory: Path) -> Path:
-    return envs.cache_dir() / "sensitivity" / f"{_checkpoint_digest(directory)}.json"
+    return envs.cache_dir() / "sensitivity" / f"{checkpoint_digest(directory)}.json"
 
 
-def _checkpoint_digest(directory: Path) -> str:
+def checkpoint_digest(directory: Path) -> str:
     """Of each weight file's size, header and first weights: headers alone are alike in fine-tunes.
 
     Raises:
@@ -219,3 +220,18 @@ def expected_tau(loss: float, shape: TreeShape) -> float:
     depth = np.float64(min(shape.depth, shape.node_count))
     factor = width_factor(np.asarray(np.float64(shape.node_count)), np.asarray(depth))
     return float(acceptance(loss / factor, np.asarray(depth)))
+
+
+def loss_of(tau: float, shape: TreeShape) -> float:
+    """The loss of which ``expected_tau`` is ``tau``: its inverse, as near as there is one.
+
+    Args:
+        tau: above 0; what lies outside 1 to ``depth + 1`` is taken for the nearer end.
+        shape: as there.
+    """
+    low, high = 1e-6, 50.0  # as good as always accepted, as good as never
+    if expected_tau(low, shape) <= tau:
+        return low
+    if expected_tau(high, shape) >= tau:
+        return high
+    return float(brentq(lambda loss: expected_tau(loss, shape) - tau, low, high))

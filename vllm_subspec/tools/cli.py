@@ -188,6 +188,65 @@ def verify(
 
 
 @app.command()
+def sweep(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
+    results: Annotated[Path, typer.Argument(metavar="F", help="JSON lines; grows, and resumes.")],
+    bits: Annotated[
+        str, typer.Option(help="2, 3, 4, 6, 8, mxfp4, planned; the first is the base.")
+    ] = "6,2,3,4,8,mxfp4",
+    group_size: Annotated[str, typer.Option(help="Weights that share a scale.")] = "64",
+    resident_layers: Annotated[str, typer.Option(help="Layers kept, from the last back.")] = "0",
+    width: Annotated[str, typer.Option(help="Nodes per level.")] = "4,1,8",
+    depth: Annotated[str, typer.Option(help="Levels; all of them for every point.")] = (
+        "2,4,8,12,16,24,32,48"
+    ),
+    draft_temperature: Annotated[str, typer.Option(help="Sharpening T_d.")] = "0.2,1.0",
+    temperature: Annotated[str, typer.Option(help="Of the requests.")] = "0,0.6,1.0",
+    together: Annotated[
+        int, typer.Option(min=1, max=6, help="Settings that may differ from the base at once.")
+    ] = 1,
+    budget: Annotated[
+        str | None, typer.Option(help="Memory, for bits 'planned' and for --measure.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, max=12, help="Of ours; a text each.")] = 8,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Of a text.")] = 96,
+    measure: Annotated[
+        int, typer.Option(min=0, help="Run so many points too, the fastest as predicted.")
+    ] = 0,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="F", help="Write a report with plots here.")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the plots into this folder.")
+    ] = None,
+) -> None:
+    """Measure acceptance over bits, groups, residents, trees and sampling; predict the speeds."""
+    from vllm_subspec.tools.serving import interrupt_on_termination
+    from vllm_subspec.tools.sweep_command import Request, run_and_report
+
+    interrupt_on_termination()
+    request = Request(
+        model,
+        results,
+        bits,
+        group_size,
+        resident_layers,
+        width,
+        depth,
+        draft_temperature,
+        temperature,
+        together,
+        budget,
+        prompts,
+        new_tokens,
+        measure,
+        html_file,
+        plots,
+    )
+    run_and_report(request, typer.echo)
+
+
+@app.command()
 def doctor(
     model: Annotated[
         Path | None, typer.Argument(metavar="[MODEL]", help="Also: would this one be refused?")
