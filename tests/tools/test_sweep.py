@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -36,6 +36,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "draft_temperature": (0.2,),
     "temperature": (0.0, 1.0),
 }
+BASE = {"bits": 6, "width": 4, "draft_temperature": 0.2, "temperature": 0.0}
 REACHES = {2: 1, 3: 2, 4: 3, "mxfp4": 3, 6: 9, 8: 12, "planned": 10}  # levels, by bits
 
 
@@ -49,19 +50,13 @@ class Engine:
         streamed = tuple(range(2 - resident))
         self.placement = Placement(2, streamed, 3, bits, head_bits=8)
         self.shadow_bytes = 1000 * REACHES[self.bits]
-        self.held: Any = None
 
     def write(self, prompts: Sequence[str], new_tokens: int, temperature: float) -> Any:
         return [([1, 2, *range(new_tokens)], 2) for _ in prompts]
 
-    @contextmanager
-    def holding(self, texts: Any, temperature: float) -> Iterator[None]:
-        self.held = texts
-        yield
-        self.held = None
-
-    def replay(self, texts: Any, width: int, draft_temperature: float, depths: Any) -> Any:
-        assert self.held == texts
+    def replay(
+        self, texts: Any, temperature: float, width: int, draft_temperature: float, depths: Any
+    ) -> Any:
         reach = REACHES[self.bits] // (2 if width == 1 else 1)
         return [
             [
@@ -89,7 +84,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     options: list[dict[str, Any]] = []
 
     @contextmanager
-    def engine(model: Path, given: dict[str, Any], num_texts: int, new_tokens: int) -> Any:
+    def engine(model: Path, given: dict[str, Any], at_once: int, new_tokens: int) -> Any:
+        assert at_once == (1 if "memory_budget" in given else 3)
         options.append(given)
         yield Engine(given)
 
@@ -149,7 +145,7 @@ def test_a_sweep_ends_and_resumes(
     assert [options["bits"] for options in started] == [6, 4, "mxfp4"]
     points = Results.read(file).of_kind("point")
     assert len(points) == 2 * (3 + 2 + 1 + 2)  # bits, widths, T_d, temperatures; two depths each
-    (deep,) = matching(points, bits=6, width=4, depth=8, temperature=0.0, draft_temperature=0.2)
+    (deep,) = matching(points, depth=8, **BASE)
     assert deep["tau"] == 19 / 3  # nine, nine, and the last one
     assert deep["acceptance_by_level"] == [1.0] * 8
     assert deep["tau_interval"] == [19 / 3, 19 / 3]
@@ -169,6 +165,11 @@ def test_a_sweep_ends_and_resumes(
     started.clear()
     assert run(folder, file).exit_code == 0
     assert not started
+
+    assert run(folder, file, "--depth", "2,4,8").exit_code == 0
+    (deeper,) = matching(Results.read(file).of_kind("point"), depth=4, **BASE)
+    assert deeper["tau"] == 19 / 4
+    assert len(Results.read(file).of_kind("point")) == 3 * len(points) // 2
 
 
 def test_results_of_something_else_are_refused(

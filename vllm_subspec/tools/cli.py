@@ -247,6 +247,32 @@ def sweep(
 
 
 @app.command()
+def pareto(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
+    budget: Annotated[str, typer.Option(help="Memory of the streamed ways: 1200MiB, 50%.")],
+    prompts: Annotated[int, typer.Option(min=1, max=12, help="Of ours.")] = 8,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Of an answer.")] = 96,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="F", help="Write everything here.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="F", help="Draw quality against speed, as SVG.")
+    ] = None,
+) -> None:
+    """Compare streaming, SubSpec and its shadows served alone by quality and speed."""
+    from vllm_subspec.tools.pareto import Pareto, picture, render, write_json
+    from vllm_subspec.tools.serving import interrupt_on_termination
+
+    interrupt_on_termination()
+    report = Pareto(model, budget, prompts, new_tokens).run(typer.echo)
+    typer.echo("\n" + render(report))
+    if json_file is not None:
+        write_json(report, json_file)
+    if plot is not None:
+        plot.write_bytes(picture(report).svg)
+
+
+@app.command()
 def doctor(
     model: Annotated[
         Path | None, typer.Argument(metavar="[MODEL]", help="Also: would this one be refused?")

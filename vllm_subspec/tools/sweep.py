@@ -6,7 +6,7 @@ The model writes each text once per temperature. Then drafts are replayed along 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -53,45 +53,39 @@ class Sweep:
             BudgetError: the budget is too small.
         """
         settings = self.grid.settings()
-        missing = [s for s in settings if not self._is_done(results, s)]
+        missing = [setting for setting in settings if self._depths_left(results, setting)]
         with tqdm(total=len(settings), initial=len(settings) - len(missing), desc="Sweep") as bar:
             for shadow, of_shadow in groupby(missing, lambda setting: setting.shadow):
                 bar.set_postfix_str(f"{shadow.bits} bits, {shadow.resident_layers} resident")
-                options = shadow.options()
-                if shadow.bits == PLANNED:
-                    options["memory_budget"] = self.budget_bytes
-                with replay_engine(
-                    self.model, options, len(self.prompts), self.new_tokens
-                ) as engine:
-                    self._replay(engine, list(of_shadow), results, bar)
+                options, at_once = shadow.options(), len(self.prompts)
+                if shadow.bits == PLANNED:  # for one sequence, as a measured point is run
+                    options["memory_budget"], at_once = self.budget_bytes, 1
+                with replay_engine(self.model, options, at_once, self.new_tokens) as engine:
+                    self._replay(engine, of_shadow, results, bar)
 
-    def _is_done(self, results: Results, setting: Setting) -> bool:
+    def _depths_left(self, results: Results, setting: Setting) -> list[int]:
         wanted = setting.to_json()
         if setting.bits == PLANNED:
             del wanted["resident_layers"]
-        found = matching(results.of_kind("point"), **wanted)
-        return {record["depth"] for record in found} >= set(self.grid.depths)
+        done = {record["depth"] for record in matching(results.of_kind("point"), **wanted)}
+        return [depth for depth in self.grid.depths if depth not in done]
 
     def _replay(
-        self, engine: ReplayEngine, settings: Sequence[Setting], results: Results, bar: Any
+        self, engine: ReplayEngine, settings: Iterable[Setting], results: Results, bar: Any
     ) -> None:
         shape = ModelShape.read(self.model)
         shadows = Shadows(engine.placement, engine.shadow_bytes)
-        by_temperature = sorted(settings, key=lambda setting: setting.temperature)
-        for temperature, group in groupby(by_temperature, lambda setting: setting.temperature):
-            texts = self._texts(engine, temperature, results)
-            with engine.holding(texts, temperature):
-                for setting in group:
-                    passes = engine.replay(
-                        texts, setting.width, setting.draft_temperature, self.grid.depths
-                    )
-                    results.append(
-                        point(setting, depth, of_depth, shadows, shape, self.machine)
-                        for depth, of_depth in zip(
-                            self.grid.depths, zip(*passes, strict=True), strict=True
-                        )
-                    )
-                    bar.update()
+        for setting in settings:
+            texts = self._texts(engine, setting.temperature, results)
+            depths = self._depths_left(results, setting)
+            passes = engine.replay(
+                texts, setting.temperature, setting.width, setting.draft_temperature, depths
+            )
+            results.append(
+                point(setting, depth, of_depth, shadows, shape, self.machine)
+                for depth, of_depth in zip(depths, zip(*passes, strict=True), strict=True)
+            )
+            bar.update()
 
     def _texts(self, engine: ReplayEngine, temperature: float, results: Results) -> Texts:
         known = matching(results.of_kind("texts"), temperature=temperature)

@@ -29,12 +29,14 @@ class ReplayEngine:
 
     Args:
         llm: vLLM's ``LLM`` with the extension.
+        at_once: texts that it has room for.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, at_once: int) -> None:
         from vllm_subspec.integration.offline import SamplingParams
 
         self._llm = llm
+        self._at_once = at_once
         self._params = SamplingParams
         self._ids = count()
 
@@ -72,7 +74,7 @@ class ReplayEngine:
         ]
 
     @contextmanager
-    def holding(self, texts: Texts, temperature: float) -> Iterator[None]:
+    def _holding(self, texts: Texts, temperature: float) -> Iterator[None]:
         """Keys and values of ``texts`` are there inside the block, as the target computes them."""
         engine = self._llm.llm_engine
         waiting = {str(next(self._ids)): tokens for tokens, _ in texts}
@@ -90,12 +92,19 @@ class ReplayEngine:
             engine.step()
 
     def replay(
-        self, texts: Texts, width: int, draft_temperature: float, depths: Sequence[int]
+        self,
+        texts: Texts,
+        temperature: float,
+        width: int,
+        draft_temperature: float,
+        depths: Sequence[int],
     ) -> list[list[list[Pass]]]:
-        """Passes by text and depth; the texts must be held."""
-        found: list[list[list[Pass]]] = self.rpc(
-            "subspec_replay", texts, width, draft_temperature, list(depths)
-        )
+        """Passes by text and depth."""
+        found: list[list[list[Pass]]] = []
+        for first in range(0, len(texts), self._at_once):
+            held = texts[first : first + self._at_once]
+            with self._holding(held, temperature):
+                found += self.rpc("subspec_replay", held, width, draft_temperature, list(depths))
         return found
 
     def score(
@@ -107,9 +116,10 @@ class ReplayEngine:
         )
         return found
 
-    def alone_step_s(self, texts: Texts) -> float:
-        """Seconds a token takes the shadow alone; the texts must be held."""
-        return min(float(self.rpc("subspec_alone_step_s", text)) for text in texts)
+    def alone_step_s(self, text: tuple[list[int], int]) -> float:
+        """Seconds a token takes the shadow alone."""
+        with self._holding([text], 0.0):
+            return float(self.rpc("subspec_alone_step_s", text))
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""
@@ -124,14 +134,14 @@ class ReplayEngine:
 
 @contextmanager
 def replay_engine(
-    model: Path, options: Mapping[str, Any], num_texts: int, new_tokens: int
+    model: Path, options: Mapping[str, Any], at_once: int, new_tokens: int
 ) -> Iterator[ReplayEngine]:
     """Start an engine in this process, and take it down again.
 
     Args:
         model: a Hugging Face folder with a chat template.
         options: of SubSpec; without ``memory_budget`` the weights stay in memory.
-        num_texts: held at once.
+        at_once: texts to have room for.
         new_tokens: of a text.
 
     Raises:
@@ -142,20 +152,20 @@ def replay_engine(
 
     envs.keep_engine_in_process()
     room = _MOST_PROMPT_TOKENS + new_tokens + _KEPT_STEPS
-    blocks = num_texts * -(-room // _BLOCK_TOKENS) + 1
+    blocks = at_once * -(-room // _BLOCK_TOKENS) + 1
     place = {} if "memory_budget" in options else {"stream": "off", "width": 1, "depth": 1}
     llm = LLM(
         str(model),
         speculative_config={"method": "subspec", **place, **options},
         worker_extension_cls=_EXTENSION,
         max_model_len=room,
-        max_num_seqs=num_texts,
+        max_num_seqs=at_once,
         enforce_eager=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=blocks * _BLOCK_TOKENS * ModelShape.read(model).kv_bytes_per_token,
     )
     try:
-        yield ReplayEngine(llm)
+        yield ReplayEngine(llm, at_once)
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm

@@ -110,6 +110,11 @@ def _setting(bits: int | str, group_size: int, resident: int | None, *rest: Any)
     return Setting(bits, group_size, None if bits == PLANNED else resident, *rest)
 
 
+def label(bits: int | str) -> str:
+    """A shadow in a word."""
+    return f"{bits} bits" if isinstance(bits, int) else bits
+
+
 def parse_list(name: str, text: str, kind: type) -> tuple[Any, ...]:
     """The values of a comma-separated option; words among numbers stay words.
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from vllm_subspec.tools.plotting import Plot, new_axes, plot
 from vllm_subspec.tools.sweep_file import Record, Results, matching
-from vllm_subspec.tools.sweep_grid import AXES, PLANNED, Grid
+from vllm_subspec.tools.sweep_grid import AXES, PLANNED, Grid, label
 
 _AXIS_NAMES = {
     "group_size": "groups of {}",
@@ -63,11 +63,6 @@ class Surface:
                 if curve:
                     rows.setdefault("base" if value == self._base[axis] else name, curve[-1])
         return list(rows.items())
-
-
-def label(bits: int | str) -> str:
-    """A shadow in a word."""
-    return f"{bits} bits" if isinstance(bits, int) else bits
 
 
 def plots(surface: Surface) -> Mapping[str, Plot]:
