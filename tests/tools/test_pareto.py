@@ -68,6 +68,7 @@ def test_ways_to_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: i
             return {"gate": gate} | ({} if wrong else {"modes": modes})
 
     monkeypatch.setattr(pareto, "replay_engine", engine)
+    monkeypatch.setattr(pareto, "in_own_process", lambda work, *args: work(*args))
     monkeypatch.setattr(pareto, "Bench", Bench)
     monkeypatch.setattr(pareto.ModelShape, "read", lambda model: SHAPE)
     files = [str(tmp_path / name) for name in ("p.json", "p.svg")]

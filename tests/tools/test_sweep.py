@@ -90,6 +90,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         yield Engine(given)
 
     monkeypatch.setattr(sweep, "replay_engine", engine)
+    monkeypatch.setattr(sweep, "in_own_process", lambda work, *args: work(*args))
     monkeypatch.setattr(sweep_command, "measure_anew", lambda *_: DEFAULT)
     return options
 

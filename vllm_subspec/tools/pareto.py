@@ -20,9 +20,11 @@ import numpy as np
 
 from vllm_subspec.plan import ModelShape
 from vllm_subspec.plan.budget import device_memory_bytes, parse_budget
+from vllm_subspec.shadow import available_bits
 from vllm_subspec.tools.bench import Bench
 from vllm_subspec.tools.bench_modes import MODES, Workload
 from vllm_subspec.tools.bench_report import table
+from vllm_subspec.tools.own_process import in_own_process
 from vllm_subspec.tools.plotting import Plot, new_axes, plot
 from vllm_subspec.tools.prompts import PROMPTS
 from vllm_subspec.tools.provenance import provenance
@@ -65,17 +67,13 @@ class Pareto:
             WorkerError: a run failed.
         """
         ways = self._streamed(say)
-        texts: Texts = []
+        say("the target's quality")
+        texts, quality = in_own_process(self._target)
+        ways = [way | quality for way in ways]
         for options in FORMATS:
             name = f"{label(options['bits'])} alone"
             say(name)
-            with replay_engine(self.model, options, self.prompts, self.new_tokens) as engine:
-                if not texts:
-                    texts = engine.write(PROMPTS[: self.prompts], self.new_tokens, 0.0)
-                    quality = _quality(engine, texts, alone=False)
-                    for way in ways:
-                        way |= quality
-                ways.append({"name": name, **self._alone(engine, texts, options["bits"])})
+            ways.append({"name": name, **in_own_process(self._alone, options, texts)})
         return {
             "model": self.model.resolve().name,
             "prompts": self.prompts,
@@ -105,16 +103,23 @@ class Pareto:
             for name, shown in _STREAMED.items()
         ]
 
-    def _alone(self, engine: ReplayEngine, texts: Texts, bits: int | str) -> dict[str, Any]:
-        step_s = None
-        if bits != "mxfp4":  # without a kernel there is no speed to tell
-            step_s = engine.alone_step_s(texts[0])
-        shadows = Shadows(engine.placement, engine.shadow_bytes)
-        return {
-            "tokens_per_s": None if step_s is None else 1 / step_s,
-            "weight_bytes": shadows.draft_bytes(ModelShape.read(self.model)),
-            **_quality(engine, texts, alone=True),
-        }
+    def _target(self) -> tuple[Texts, dict[str, float]]:
+        """Its greedy answers, and its quality."""
+        with replay_engine(self.model, {"bits": 8}, self.prompts, self.new_tokens) as engine:
+            texts = engine.write(PROMPTS[: self.prompts], self.new_tokens, 0.0)
+            return texts, _quality(engine, texts, alone=False)
+
+    def _alone(self, options: Mapping[str, Any], texts: Texts) -> dict[str, Any]:
+        with replay_engine(self.model, options, self.prompts, self.new_tokens) as engine:
+            # Without a kernel there is no speed to tell.
+            has_kernel = options["bits"] in available_bits()
+            speed = 1 / engine.alone_step_s(texts[0]) if has_kernel else None
+            shadows = Shadows(engine.placement, engine.shadow_bytes)
+            return {
+                "tokens_per_s": speed,
+                "weight_bytes": shadows.draft_bytes(ModelShape.read(self.model)),
+                **_quality(engine, texts, alone=True),
+            }
 
 
 def _quality(engine: ReplayEngine, texts: Texts, alone: bool) -> dict[str, float]:

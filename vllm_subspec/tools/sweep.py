@@ -1,12 +1,12 @@
 """The sweep: acceptance over settings of shadow, tree and sampling, a line a point, resumable.
 
 The model writes each text once per temperature. Then drafts are replayed along it (see
-``draft.replay``), one engine after another in this process, one for each shadow.
+``draft.replay``), one engine after another, one for each shadow, each in a process of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from vllm_subspec.plan import MachineFigures, ModelShape
 from vllm_subspec.tools.bench import Bench
 from vllm_subspec.tools.bench_modes import MODES, Mode, Workload
+from vllm_subspec.tools.own_process import in_own_process
 from vllm_subspec.tools.sweep_engine import ReplayEngine, Texts, replay_engine
 from vllm_subspec.tools.sweep_file import Record, Results, matching
 from vllm_subspec.tools.sweep_grid import AXES, PLANNED, Grid, Setting
@@ -49,19 +50,19 @@ class Sweep:
         """Measure what ``results`` does not hold yet.
 
         Raises:
+            WorkerError: an engine's process died.
             UnsupportedError: no kernel serves one of the shadows.
             BudgetError: the budget is too small.
         """
         settings = self.grid.settings()
         missing = [setting for setting in settings if self._depths_left(results, setting)]
         with tqdm(total=len(settings), initial=len(settings) - len(missing), desc="Sweep") as bar:
-            for shadow, of_shadow in groupby(missing, lambda setting: setting.shadow):
+            for shadow, group in groupby(missing, lambda setting: setting.shadow):
                 bar.set_postfix_str(f"{shadow.bits} bits, {shadow.resident_layers} resident")
-                options, at_once = shadow.options(), len(self.prompts)
-                if shadow.bits == PLANNED:  # for one sequence, as a measured point is run
-                    options["memory_budget"], at_once = self.budget_bytes, 1
-                with replay_engine(self.model, options, at_once, self.new_tokens) as engine:
-                    self._replay(engine, of_shadow, results, bar)
+                of_shadow = list(group)
+                in_own_process(self._replay, shadow, of_shadow, results.path)
+                results.refresh()
+                bar.update(len(of_shadow))
 
     def _depths_left(self, results: Results, setting: Setting) -> list[int]:
         wanted = setting.to_json()
@@ -70,8 +71,15 @@ class Sweep:
         done = {record["depth"] for record in matching(results.of_kind("point"), **wanted)}
         return [depth for depth in self.grid.depths if depth not in done]
 
-    def _replay(
-        self, engine: ReplayEngine, settings: Iterable[Setting], results: Results, bar: Any
+    def _replay(self, shadow: Setting, settings: Sequence[Setting], file: Path) -> None:
+        options, at_once = shadow.options(), len(self.prompts)
+        if shadow.bits == PLANNED:  # for one sequence, as a measured point is run
+            options["memory_budget"], at_once = self.budget_bytes, 1
+        with replay_engine(self.model, options, at_once, self.new_tokens) as engine:
+            self._append_points(engine, settings, Results.read(file))
+
+    def _append_points(
+        self, engine: ReplayEngine, settings: Sequence[Setting], results: Results
     ) -> None:
         shape = ModelShape.read(self.model)
         shadows = Shadows(engine.placement, engine.shadow_bytes)
@@ -85,7 +93,6 @@ class Sweep:
                 point(setting, depth, of_depth, shadows, shape, self.machine)
                 for depth, of_depth in zip(depths, zip(*passes, strict=True), strict=True)
             )
-            bar.update()
 
     def _texts(self, engine: ReplayEngine, temperature: float, results: Results) -> Texts:
         known = matching(results.of_kind("texts"), temperature=temperature)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -11,7 +10,6 @@ from typing import Any
 
 from vllm_subspec import envs
 from vllm_subspec.draft.replay import Pass
-from vllm_subspec.memory import release_freed_memory
 from vllm_subspec.plan import ModelShape, Placement
 
 _EXTENSION = "vllm_subspec.integration.replay.ReplayExtension"
@@ -136,7 +134,7 @@ class ReplayEngine:
 def replay_engine(
     model: Path, options: Mapping[str, Any], at_once: int, new_tokens: int
 ) -> Iterator[ReplayEngine]:
-    """Start an engine in this process, and take it down again.
+    """Start an engine in this process, and stop it; its memory stays with the process.
 
     Args:
         model: a Hugging Face folder with a chat template.
@@ -168,6 +166,3 @@ def replay_engine(
         yield ReplayEngine(llm, at_once)
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        release_freed_memory()

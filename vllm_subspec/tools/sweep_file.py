@@ -70,6 +70,10 @@ class Results:
             file.truncate(end)
         return found
 
+    def refresh(self) -> None:
+        """Take up what another process added."""
+        self.records[:] = Results.read(self.path).records
+
     def of_kind(self, kind: str) -> list[Record]:
         """Records of one kind."""
         return [record for record in self.records if record["kind"] == kind]
