@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from vllm_subspec.tools.bench_process import WorkerError
 
 T = TypeVar("T")
+_END_S = 20.0  # for what libraries do at the end of a process
 
 
 def in_own_process(work: Callable[..., T], *args: Any) -> T:
@@ -30,6 +31,7 @@ def in_own_process(work: Callable[..., T], *args: Any) -> T:
     sender.close()
     try:
         answer, error = receiver.recv()
+        process.join(_END_S)
     except EOFError:
         process.join()
         raise WorkerError(
