@@ -116,6 +116,9 @@ class SubSpecConfig(BaseModel):
         default=None, gt=0, description="bytes per second to throttle the link to (experiments)"
     )
     speculate: bool = Field(default=True, description="false: stream only, draft nothing")
+    unmeasured_cuda: bool = Field(
+        default=False, description="run on a GPU, where SubSpec has never run yet"
+    )
 
     @model_validator(mode="after")
     def _refuse_what_cancels_out(self) -> Self:

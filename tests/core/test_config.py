@@ -40,6 +40,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "slots": AUTO | st.integers(1, 1024),
     "emulate_link": st.none() | st.floats(1, 1e12),
     "speculate": st.booleans(),
+    "unmeasured_cuda": st.booleans(),
 }
 PLANNED = ("width", "depth", "max_nodes", "bits", "resident_layers", "slots")
 
@@ -125,6 +126,7 @@ WRONG: dict[str, list[Any]] = {
     "slots": [0, 1025, "3"],
     "emulate_link": [0, -1.0, float("inf"), "1G"],
     "speculate": [0, "no", None],
+    "unmeasured_cuda": [1, "yes", None],
 }
 
 

@@ -3,115 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
+from played_graphs import PlayedGraphs
 from subspec_kernels.grow_mask import grow_mask, unpack_mask
 from subspec_kernels.sharpened_topk import sharpened_topk
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from vllm_subspec.draft.graphs import CudaGraphs, StepGraphs, StepShape, Tensors
-
-
-class Recorder(TorchDispatchMode):
-    """Every operation on tensors, with the very tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = operation(*args, **kwargs or {})
-        self.operations.append((operation, args, kwargs or {}, out))
-        return out
-
-
-def storages(values: Any) -> set[int]:
-    return {
-        leaf.untyped_storage().data_ptr()
-        for leaf in tree_leaves(values)
-        if isinstance(leaf, torch.Tensor)
-    }
-
-
-class FakeGraph:
-    """Operations on the tensors they were captured with, whatever Python would do by now."""
-
-    def __init__(self, device: FakeDevice, operations: list[tuple[Any, Any, Any, Any]]) -> None:
-        self._device = device
-        self._operations = operations
-        self._pool: list[torch.Tensor] = []  # what the capture allocated
-        known: set[int] = set()
-        for _, args, kwargs, out in operations:
-            for made in tree_leaves(out):
-                if isinstance(made, torch.Tensor) and not storages([made]) <= (
-                    storages([args, kwargs]) | known
-                ):
-                    self._pool.append(made)
-                    known |= storages([made])
-        self.spoil()
-
-    def spoil(self) -> None:
-        """Another graph used the shared memory."""
-        for made in self._pool:
-            made.fill_(math.nan if made.is_floating_point() else 77)
-
-    def replay(self) -> None:
-        assert self._device.in_stream, "a replay must go to compute's stream"
-        with self._device.unwatched():
-            for operation, args, kwargs, out in self._operations:
-                found = tree_leaves(operation(*args, **kwargs))
-                for made, new in zip(tree_leaves(out), found, strict=True):
-                    if isinstance(made, torch.Tensor) and not storages([made]) & storages(
-                        [args, kwargs]
-                    ):
-                        made.copy_(new)
-            self.spoil()
-
-
-class FakeDevice:
-    def __init__(self) -> None:
-        self.in_stream = False
-        self.captures = 0
-        self.watched: Recorder | None = None
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        self.in_stream = True
-        yield
-        self.in_stream = False
-
-    def capture(self, work: Callable[[], None]) -> FakeGraph:
-        """Runs ``work`` to see its operations; what it leaves in its outputs is spoilt."""
-        self.captures += 1
-        with Recorder() as recorder:
-            work()
-        graph = FakeGraph(self, recorder.operations)
-        for operation, args, _, _ in recorder.operations:
-            if operation is torch.ops.aten.copy_.default:
-                args[0].fill_(77)
-        return graph
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """A replay is no operation of the host's."""
-        before = len(self.watched.operations) if self.watched else 0
-        yield
-        if self.watched:
-            del self.watched.operations[before:]
-
-    @contextmanager
-    def watching(self) -> Iterator[list[tuple[Any, Any, Any, Any]]]:
-        with Recorder() as self.watched:
-            yield self.watched.operations
-        self.watched = None
-
 
 VOCAB, DIM, WIDTH, DEPTH = 37, 8, 3, 19
 NUM_SLOTS = 1 + WIDTH * DEPTH
@@ -187,7 +87,7 @@ def assert_same(found: list[Tensors], expected: list[Tensors]) -> None:
 
 
 def test_replays_grow_what_eager_steps_grow() -> None:
-    device, captured = FakeDevice(), set[StepShape]()
+    device, captured = PlayedGraphs(), set[StepShape]()
     eager, model = Model(2), Model(2)
     graphs = StepGraphs(model.step, device)
     for roots in ([3, 8], [8, 30], [5, 5]):
@@ -211,7 +111,7 @@ def test_cuda_replays_what_eager_steps_grow() -> None:
 
 
 def test_shapes_outside_the_captured_run_eagerly_and_are_counted() -> None:
-    device, model, eager = FakeDevice(), Model(2), Model(2)
+    device, model, eager = PlayedGraphs(), Model(2), Model(2)
     graphs = StepGraphs(model.step, device)
     deepest = StepShape.of(2, WIDTH, DEPTH, DEPTH)
 
@@ -242,7 +142,7 @@ def given(a: float, b: float) -> dict[str, torch.Tensor]:
 
 
 def test_a_replay_allocates_nothing() -> None:
-    device = FakeDevice()
+    device = PlayedGraphs()
     graphs = StepGraphs(doubling, device)
     graphs.capture(SHAPE, given(1, 2))
     first = graphs.run(SHAPE, given(3, 4))
@@ -258,7 +158,7 @@ def test_a_replay_allocates_nothing() -> None:
 
 
 def test_a_capture_keeps_no_tensor_of_the_callers() -> None:
-    graphs = StepGraphs(doubling, FakeDevice())
+    graphs = StepGraphs(doubling, PlayedGraphs())
     inputs = given(1, 2)
     graphs.capture(SHAPE, inputs)
     outputs = graphs.run(SHAPE, given(5, 6))
@@ -269,7 +169,7 @@ def test_a_capture_keeps_no_tensor_of_the_callers() -> None:
 
 def test_one_shape_leaves_another_shapes_outputs() -> None:
     """Graphs share memory, so what a graph made lies elsewhere when another one runs."""
-    graphs = StepGraphs(doubling, FakeDevice())
+    graphs = StepGraphs(doubling, PlayedGraphs())
     other = StepShape(2, 3, 4)
     graphs.capture(SHAPE, given(1, 2))
     graphs.capture(other, given(1, 2))
@@ -290,7 +190,7 @@ def test_one_shape_leaves_another_shapes_outputs() -> None:
 def test_other_inputs_than_at_capture_are_refused(
     changes: dict[str, torch.Tensor], message: str
 ) -> None:
-    graphs = StepGraphs(doubling, FakeDevice())
+    graphs = StepGraphs(doubling, PlayedGraphs())
     graphs.capture(SHAPE, given(1, 2))
     with pytest.raises(ValueError, match=message):
         graphs.run(SHAPE, given(1, 2) | changes)

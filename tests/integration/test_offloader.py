@@ -26,6 +26,7 @@ from vllm_subspec.errors import (
     UnsupportedError,
 )
 from vllm_subspec.integration import placing
+from vllm_subspec.integration.device import CpuDevice
 from vllm_subspec.integration.linear import ShadowedLinearMethod
 from vllm_subspec.integration.offloader import SubSpecOffloader
 
@@ -115,11 +116,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 get_vocab_size=lambda: 256,
                 get_hidden_size=lambda: 64,
             ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks, rank=0),
             cache_config=SimpleNamespace(kv_cache_memory_bytes=1 << 50),  # nothing fits
             speculative_config=None,
         )
-        made.append(SubSpecOffloader(config, vllm_config, rank=0))
+        made.append(SubSpecOffloader(config, vllm_config, CpuDevice(torch.device("cpu"))))
         return made[-1]
 
     yield of

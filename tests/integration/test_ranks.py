@@ -55,7 +55,7 @@ def place(monkeypatch):
         monkeypatch.setattr(placing, "place_model", lambda *_: place_model(group.rank_in_group))
         for group.rank_in_group in (0, 1):
             try:
-                outcomes.append(placing.place_on_ranks(SubSpecConfig(), vllm_config, [], []))
+                outcomes.append(placing.place_on_ranks(SubSpecConfig(), vllm_config, [], [], 0))
             except ValueError as error:
                 outcomes.append(error)
         return outcomes

@@ -21,6 +21,7 @@ from vllm_subspec.errors import (
     UnsupportedError,
 )
 from vllm_subspec.integration import support
+from vllm_subspec.integration.arguments import GPU_WORKER
 from vllm_subspec.integration.worker import SubSpecCPUWorker
 
 pytestmark = pytest.mark.engine
@@ -159,18 +160,63 @@ def test_vllm_has_no_ray_executor_for_cpus() -> None:
     assert CpuPlatform.ray_device_key == ""
 
 
-def test_the_cuda_platform(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as SubSpec's refusals look at the platform."""
+    cuda = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cuda")
     monkeypatch.setattr(support, "current_platform", cuda)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_the_cuda_platform(llama: str) -> None:
     message = refusal(UnsupportedError, llama)
     assert "the platform 'cuda': this release runs on CPUs" in message
     assert "vllm-subspec[cpu]" in message
+    assert "has never run on a GPU: unmeasured_cuda tries it" in message
 
 
-def test_pinned_host_memory(llama: str) -> None:
-    message = refusal(UnsupportedError, llama, {"stream": "host"})
-    assert "stream = 'host'" in message
-    assert "'disk' or 'off'" in message
+@pytest.mark.usefixtures("on_cuda")
+def test_cuda_runs_for_those_who_say_so(llama: str) -> None:
+    for options in ({}, {"stream": "host"}, {"stream": "off"}, {"speculate": False}):
+        config = ask(llama, {"unmeasured_cuda": True, **options})
+        assert config.parallel_config.worker_cls == GPU_WORKER
+        assert config.scheduler_config.async_scheduling is False
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ({"memory_budget": "8GiB"}, {}, "set resident_layers"),
+        ({"stream": "disk"}, {}, "pinned host RAM is the slow tier of a GPU"),
+        ({"stream_dir": "/tmp"}, {}, "leave out stream_dir"),
+        ({}, {"tensor_parallel_size": 2}, "several GPUs are untried"),
+        ({}, {"async_scheduling": True}, "--async-scheduling"),
+    ],
+    ids=str,
+)
+def test_what_cuda_does_not_serve(
+    options: dict[str, Any], arguments: dict[str, Any], message: str, llama: str
+) -> None:
+    found = refusal(UnsupportedError, llama, {"unmeasured_cuda": True, **options}, **arguments)
+    assert message in found
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_cuda_without_the_kernel_that_makes_shadows(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "kernel_status", lambda: "torch's own: no compiler")
+    assert "no compiler" in refusal(UnsupportedError, llama, {"unmeasured_cuda": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"stream": "host"}, "'disk' or 'off'"), ({"unmeasured_cuda": True}, "vLLM is for CPUs")],
+    ids=str,
+)
+def test_what_is_for_cuda(options: dict[str, Any], what: str, llama: str) -> None:
+    assert what in refusal(UnsupportedError, llama, options)
 
 
 def test_logits_processors_work_without_speculation(llama: str) -> None:

@@ -48,11 +48,11 @@ def place(monkeypatch):
         lines = []
         warn = lambda text, *args, scope: lines.append(text % args)  # noqa: E731
         monkeypatch.setattr(placing.logger, "warning_once", warn)
-        monkeypatch.setattr(placing, "device_memory_bytes", lambda: memory)
         monkeypatch.setattr(placing, "load_or_measure", lambda directory, dtype: DEFAULT)
         linears = [{"linear": layer} for layer in LAYERS]
         config = SubSpecConfig(**options)
-        return placing.place_model(config, config_of(is_tied, kv_bytes), LAYERS, linears), lines
+        vllm_config = config_of(is_tied, kv_bytes)
+        return placing.place_model(config, vllm_config, LAYERS, linears, memory), lines
 
     return place
 

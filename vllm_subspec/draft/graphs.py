@@ -4,12 +4,11 @@ A step of a small shadow is mostly launches, and a graph makes them one. What a 
 in the same buffers at each replay, and so does what it returns; whatever else it touches (weights,
 vLLM's blocks, the draft's scratch) must stay where it was at capture.
 
-Not wired in yet. The worker will capture before the first request, for each number of requests
-that it wants, the ``StepShape.of`` level 0 and the levels down to its deepest; and run its draft
-forward through ``StepGraphs.run``. As inputs it will give all that differs between two steps of a
-shape, padded to it: tokens, positions, levels, mask words, the scratch slots to write, block tables
-and context lengths. No capture within a target's pass: a pause between two layers would let the
-target's launches into it. A replay is one launch, and does not pause.
+Inputs are all that differs between two steps of a shape, padded to it: tokens, positions, levels,
+mask words, the scratch slots to write, block tables and context lengths
+(``static_scratch.StaticScratch`` makes most of them). Capture before the first request, never
+within a target's pass: a pause between two layers would let the target's launches into it. A
+replay is one launch, and does not pause.
 """
 
 from __future__ import annotations
@@ -157,11 +156,17 @@ class StepGraphs:
 
         self._captured[shape] = _Captured(self._device.capture(work), kept, outputs)
 
-    def run(self, shape: StepShape, inputs: Tensors) -> Tensors:
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self._captured
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(self, shape: StepShape | None, inputs: Tensors) -> Tensors:
         """One step.
 
         Args:
-            shape: of the step.
+            shape: of the step; ``None``: whatever was captured, it would not do.
             inputs: by name; of a captured shape, in the shapes and dtypes of its capture.
 
         Returns:
@@ -171,12 +176,12 @@ class StepGraphs:
         Raises:
             ValueError: inputs differ from those at capture by name, shape or dtype.
         """
-        captured = self._captured.get(shape)
+        captured = None if shape is None else self._captured.get(shape)
         with self._device.stream():
             if captured is None:
                 self.eager_steps += 1
                 return self._step(inputs)
-            _check_inputs(shape, captured.inputs, inputs)
+            _check_inputs(captured.inputs, inputs)
             for name, buffer in captured.inputs.items():
                 buffer.copy_(inputs[name], non_blocking=True)
             captured.graph.replay()
@@ -188,16 +193,15 @@ def _buffer_for(made: Tensor) -> Tensor:
     return torch.empty(made.shape, dtype=made.dtype, device=made.device)
 
 
-def _check_inputs(shape: StepShape, kept: Tensors, given: Tensors) -> None:
+def _check_inputs(kept: Tensors, given: Tensors) -> None:
     if kept.keys() != given.keys():
         raise ValueError(
-            f"inputs are {sorted(given)}; the graph of {shape} was captured with {sorted(kept)}: "
-            "give these"
+            f"inputs are {sorted(given)}; their graph was captured with {sorted(kept)}: give these"
         )
     for name, buffer in kept.items():
         found = given[name]
         if found.shape != buffer.shape or found.dtype != buffer.dtype:
             raise ValueError(
-                f"input {name} is {found.dtype} {list(found.shape)}; the graph of {shape} was "
-                f"captured with {buffer.dtype} {list(buffer.shape)}: pad or cast it to that"
+                f"input {name} is {found.dtype} {list(found.shape)}; its graph was captured "
+                f"with {buffer.dtype} {list(buffer.shape)}: pad or cast it to that"
             )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from vllm_subspec.draft.growth import Rerooting
+
+Tensors = Mapping[str, Tensor]
 
 
 class DraftScratch:
@@ -46,15 +48,24 @@ class DraftScratch:
         self._masks: dict[int, Tensor] = {}
         self._end = 0
 
-    def advance(self, level: int, nodes: Tensor) -> None:
-        """Start a level: ``nodes`` is bool [requests, m, slots so far, the level's m included]."""
+    def advance(self, level: int, nodes: Tensor) -> Tensors:
+        """Start a level: ``nodes`` is bool [requests, m, slots so far, the level's m included].
+
+        Returns:
+            What differs between two steps of a shape, for ``take``: nothing here, where each step
+            is what Python makes of it.
+        """
         m = nodes.shape[1]
         self.levels = self._levels.new_full((self.num_requests, m), level)
         self._nodes = nodes
         self._level = level
         self._levels = torch.cat([self._levels, self.levels[0]])
         self._masks = {}
-        self._start, self._end = self._end, nodes.shape[2]
+        self._start, self._end = nodes.shape[2] - m, nodes.shape[2]
+        return {}
+
+    def take(self, inputs: Tensors) -> None:
+        """Before ``append`` and ``mask``: what ``advance`` returned, or a copy of it."""
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add the level's keys and values; return all of the layer's so far.
@@ -75,7 +86,8 @@ class DraftScratch:
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def mask(self, window: int) -> Tensor:
-        """bool [requests, m, slots so far]; computed once per level and window.
+        """What each node sees, as the device's tree attention takes it: bool [requests, m, slots so
+        far]; computed once per level and window.
 
         Args:
             window: positions a query may look back over, itself included; below 1: no limit.

@@ -28,6 +28,7 @@ _HOW_BESIDE = (
 )
 PROPOSER = "vllm_subspec.SubstituteProposer"
 CPU_WORKER = "vllm_subspec.integration.worker.SubSpecCPUWorker"
+GPU_WORKER = "vllm_subspec.integration.worker.SubSpecGPUWorker"
 
 
 def speculative_config(text: str) -> Any:
@@ -79,7 +80,7 @@ def translate(engine_args: Any) -> SubSpecConfig:
     from vllm_subspec.integration.support import refuse_arguments
 
     additional = engine_args.additional_config or {}
-    if engine_args.worker_cls == CPU_WORKER and CONFIG_KEY in additional:
+    if engine_args.worker_cls in (CPU_WORKER, GPU_WORKER) and CONFIG_KEY in additional:
         return SubSpecConfig(**additional[CONFIG_KEY])
     beside = _method_beside(engine_args)
     options = additional[CONFIG_KEY] if beside else _options(engine_args)
@@ -89,7 +90,8 @@ def translate(engine_args: Any) -> SubSpecConfig:
         budget = divided(config.memory_budget, _replicas_here(engine_args))
         config = config.model_copy(update={"memory_budget": budget})
     settings: dict[str, Any] = {CONFIG_KEY: config.to_options()}
-    engine_args.worker_cls = CPU_WORKER
+    engine_args.worker_cls = GPU_WORKER if config.unmeasured_cuda else CPU_WORKER
+    engine_args.async_scheduling = False  # each step's tokens are needed before the next is made
     if beside:
         settings[OWN_METHOD_KEY] = beside
     else:

@@ -8,7 +8,7 @@ registered over ``CPU_ATTN`` by vLLM's own ``register_backend``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,28 @@ class WithTrees:
 @dataclass
 class TreeAttentionMetadata(CPUAttentionMetadata, WithTrees):
     """vLLM's CPU metadata, with trees."""
+
+
+_WITH_TREES: Mapping[type, type[WithTrees]] = {CPUAttentionMetadata: TreeAttentionMetadata}
+
+
+def with_trees(
+    metadata: Mapping[str, Any],
+    trees: Sequence[TreeRows],
+    kinds: Mapping[type, type[WithTrees]] = _WITH_TREES,
+) -> dict[str, Any]:
+    """A batch's metadata by layer, marked with its trees; layers go on sharing theirs.
+
+    Args:
+        metadata: what vLLM's builders made; left as it is.
+        trees: at least one, as the device's tree attention takes them.
+        kinds: the marked class of each of vLLM's.
+    """
+    marked = {
+        id(of_layer): kinds[type(of_layer)](**vars(of_layer), trees=trees)
+        for of_layer in metadata.values()
+    }
+    return {name: marked[id(of_layer)] for name, of_layer in metadata.items()}
 
 
 class TreeAttentionImpl:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import vllm
@@ -65,6 +66,7 @@ SEAMS = tuple(
         ("vllm.distributed.ec_transfer.ec_connector.metrics", "ECConnectorStats", "data"),
         # worker and runner
         ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "self"),
+        ("vllm.v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model", "self"),
         ("vllm.v1.worker.gpu_worker", "Worker.reload_weights", "self"),
         (_RUNNER, "GPUModelRunner.__init__", "self vllm_config device"),
         (_CPU_RUNNER, "CPUModelRunner.__init__", "self vllm_config device"),
@@ -152,6 +154,13 @@ SEAMS = tuple(
 CUDA_SEAMS = tuple(
     Seam(module, name, tuple(parameters.split()))
     for module, name, parameters in (
+        ("vllm.v1.worker.gpu_worker", "Worker.init_device", "self"),
+        ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", "self"),
+        (_RUNNER, "GPUModelRunner.load_model", "self load_dummy_weights"),
+        (_RUNNER, "GPUModelRunner.initialize_kv_cache", "self kv_cache_config"),
+        (_RUNNER, "GPUModelRunner._dummy_sampler_run", "self hidden_states"),
+        ("vllm.utils.torch_utils", "current_stream", ""),
+        (_OFFLOADER, "should_pin_memory", ""),
         (_TRITON_ATTN, "TritonAttentionBackend.get_impl_cls", ""),
         (_TRITON_ATTN, "TritonAttentionBackend.get_builder_cls", ""),
         (
@@ -188,11 +197,12 @@ CUDA_SEAMS = tuple(
         ),
     )
 )
-"""Those of ``cuda_attention``: no business of a CPU's start, which would import GPU backends."""
+"""Those of ``cuda_device`` and ``cuda_attention``: no business of a CPU's start, which would import
+GPU backends."""
 
 
 def check_vllm() -> None:
-    """Refuse an untested vLLM, or one whose seams differ from what we override.
+    """Refuse an untested vLLM, or one whose seams differ from what we override on a CPU.
 
     Raises:
         VersionError: names the range, or the seam.
@@ -203,11 +213,20 @@ def check_vllm() -> None:
             f"vLLM {version} is outside the tested range {TESTED_VLLM}: install a tested one, or "
             f"set SUBSPEC_ALLOW_UNTESTED_VLLM=1 to run at your own risk"
         )
-    broken = [problem for seam in SEAMS if (problem := seam_problem(seam)) is not None]
+    check_seams(SEAMS)
+
+
+def check_seams(seams: Iterable[Seam]) -> None:
+    """Refuse a vLLM that has not all of ``seams``.
+
+    Raises:
+        VersionError: names them.
+    """
+    broken = [problem for seam in seams if (problem := seam_problem(seam)) is not None]
     if broken:
         raise VersionError(
-            f"vLLM {version} differs where SubSpec reaches into it: {'; '.join(broken)}. Install "
-            f"a vLLM in {TESTED_VLLM}"
+            f"vLLM {vllm.__version__} differs where SubSpec reaches into it: {'; '.join(broken)}. "
+            f"Install a vLLM in {TESTED_VLLM}"
         )
 
 

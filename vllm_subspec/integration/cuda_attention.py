@@ -3,16 +3,11 @@
 Both keep one cache a layer, by name [blocks, kv_heads, block, 2 * dim], each head's key before
 its value; in memory heads or positions, even layers, may come first (v1/kv_cache_layout.py), so
 only strides tell. Tree attention takes such views as they are: nothing is copied.
-
-Not wired in yet: on CUDA the configuration is refused. The worker will take this room so:
-``override_cuda_attention`` where the CPU runner calls ``override_cpu_attention``; each layer's
-metadata through ``with_trees`` in ``_build_attention_metadata``; before the first draft, any layer
-whose ``impl`` is no ``TreeAttentionImpl`` (another backend, such as FlashInfer) is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +31,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_subspec.integration import attention
 from vllm_subspec.integration.attention import TreeAttentionImpl, TreeRows, WithTrees
 
 
@@ -68,30 +64,17 @@ class FlashTreeMetadata(FlashAttentionMetadata, WithTrees):
     """vLLM's FlashAttention metadata, with trees."""
 
 
-_WITH_TREES: dict[type, type] = {
+_WITH_TREES: Mapping[type, type[WithTrees]] = {
     TritonAttentionMetadata: TritonTreeMetadata,
     FlashAttentionMetadata: FlashTreeMetadata,
 }
 
 
-def with_trees(metadata: dict[str, Any], trees: Sequence[TreeRows]) -> dict[str, Any]:
-    """A batch's metadata by layer, marked with its trees; layers go on sharing theirs.
-
-    Args:
-        metadata: what vLLM's builders made, of the two backends here; left as it is.
-        trees: at least one; where they lie does not matter.
-    """
-    packed: dict[torch.device, list[PackedTreeRows]] = {}
-    marked: dict[int, WithTrees] = {}
-    for of_layer in metadata.values():
-        if id(of_layer) in marked:
-            continue
-        device = of_layer.block_table.device
-        if device not in packed:
-            packed[device] = [PackedTreeRows.of(rows, device) for rows in trees]
-        kind = _WITH_TREES[type(of_layer)]
-        marked[id(of_layer)] = kind(**vars(of_layer), trees=packed[device])
-    return {name: marked[id(of_layer)] for name, of_layer in metadata.items()}
+def with_trees(metadata: Mapping[str, Any], trees: Sequence[TreeRows]) -> dict[str, Any]:
+    """``attention.with_trees`` for the two backends here; where the trees lie does not matter."""
+    device = next(iter(metadata.values())).block_table.device
+    packed = [PackedTreeRows.of(rows, device) for rows in trees]
+    return attention.with_trees(metadata, packed, _WITH_TREES)
 
 
 class _CudaTreeAttentionImpl(TreeAttentionImpl):

@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import (
     get_forward_context,
     is_forward_context_available,
     override_forward_context,
-    set_forward_context,
 )
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -26,11 +23,10 @@ from vllm_subspec.config import AUTO_DEPTH, AUTO_WIDTH, SubSpecConfig
 from vllm_subspec.draft.growth import Growth
 from vllm_subspec.draft.pacing import Pacing
 from vllm_subspec.draft.pausing import Pausable
-from vllm_subspec.draft.scratch import DraftScratch
 from vllm_subspec.draft.tree import Tree, TreeShape
 from vllm_subspec.draft.tuning import NOTHING, Cut, DepthTuner, deepest
-from vllm_subspec.integration.attention import DraftContext, draft_attention
-from vllm_subspec.integration.draft_view import attend_when_drafting, fuse_when_drafting
+from vllm_subspec.integration.device import Device
+from vllm_subspec.integration.draft_forward import DraftForward
 from vllm_subspec.integration.linear import View
 from vllm_subspec.integration.ranking import DraftRanking
 from vllm_subspec.integration.rows import RowProcessor
@@ -61,6 +57,12 @@ class DraftPolicy:
     post_speculation: bool
     most_depth: int | None
     adaptive_depth: bool
+
+    @property
+    def most_levels(self) -> int:
+        """Levels of a growth at most: with post-speculation, an extension grows beside the tree."""
+        depth = self.most_depth or self.shape.depth
+        return 2 * depth if self.post_speculation else depth
 
     @property
     def max_nodes(self) -> int:
@@ -151,30 +153,21 @@ class Drafter:
         noise: PositionNoise,
         timeline: Timeline,
         waited_s: Callable[[], float],
+        device: Device,
     ) -> None:
         self._waited_s = waited_s
+        self._device = device
+        self.forward = DraftForward(vllm_config, view, device)
         self._pacings: dict[DraftPolicy, Pacing] = {}
         self.set_policy(policy)
         self._timeline = timeline
-        self._vllm_config = vllm_config
         self._view = view
         self._rows = rows
         self._noise = noise
-        self._scratch = DraftScratch(vllm_config.model_config.dtype, torch.device("cpu"))
-        self._context = DraftContext([], torch.empty(0, dtype=torch.int32))
         self._growing: _Growing | None = None
         self._in_pass = False
         self._paused: Pausable | None = None  # a step that began in a pass
         self.counters = DraftCounters()
-
-    def bind(self, model: nn.Module, layers: dict[str, Attention], groups: dict[str, int]) -> None:
-        """Take the loaded model, its attention layers by name, and their KV cache groups."""
-        self._model = model
-        self._heads = [(layer.num_kv_heads, layer.head_size) for layer in layers.values()]
-        for index, (name, layer) in enumerate(layers.items()):
-            attend = partial(self._attend, layer, groups[name], index)
-            attend_when_drafting(layer, self._view, attend)
-        fuse_when_drafting(model, self._view)
 
     def set_policy(self, policy: DraftPolicy) -> None:
         """Draft by ``policy`` from now on."""
@@ -218,6 +211,7 @@ class Drafter:
                 break
             growth.step()
             steps += 1
+        self._device.finish()
         end = time.monotonic()
         self.counters.draft_steps += steps
         self.counters.draft_seconds += end - start
@@ -308,6 +302,7 @@ class Drafter:
             self._paused = Pausable(growing.growth.step)
         start = time.monotonic()
         self._resume_step(weights_are_there)
+        self._device.finish()  # or steps would queue up before the target
         end = time.monotonic()
         self.counters.overlapped_draft_seconds += end - start
         self._timeline.record("draft", start, end)
@@ -358,8 +353,7 @@ class Drafter:
         falls_short = growth.is_exhausted and growth.depth < depth
         if rerooting is None or (falls_short and self._pays(cut, growth, requests)):
             return None
-        self._scratch.move_down(rerooting, growth.width)
-        self._take_context(requests)
+        self.forward.go_on(requests, rerooting, growth.width)
         self.counters.followed_drafts += 1
         return replace(growing, requests=requests, max_levels=self._max_levels(requests))
 
@@ -367,26 +361,19 @@ class Drafter:
         self._drop_step()
         self.counters.started_drafts += 1
         policy = self.policy
-        if policy.post_speculation and len(requests) == 1:  # an extension grows beside the tree
-            depth = 2 * (policy.most_depth or policy.shape.depth)
-        num_slots = 1 + policy.shape.width * depth
-        self._scratch.begin(self._heads, len(requests), num_slots)
-        self._take_context(requests)
-        roots = torch.tensor([request.committed[-1] for request in requests])
-        growth = Growth(self._forward, roots, policy.shape.width, policy.draft_temperature)
+        if policy.post_speculation and len(requests) == 1:
+            depth = policy.most_levels
+        self.forward.begin(requests, 1 + policy.shape.width * depth)
+        roots = torch.tensor(
+            [request.committed[-1] for request in requests], device=self._device.torch_device
+        )
+        growth = Growth(self.forward, roots, policy.shape.width, policy.draft_temperature)
         return _Growing(growth, requests, self._max_levels(requests))
 
     def _max_levels(self, requests: Sequence[DraftRequest]) -> int:
         """Levels that have room in the scratch and may still be committed."""
-        room = (self._scratch.num_slots - 1) // self.policy.shape.width
+        room = (self.forward.num_slots - 1) // self.policy.shape.width
         return min(room, max(request.max_depth for request in requests))
-
-    def _take_context(self, requests: Sequence[DraftRequest]) -> None:
-        tables = zip(*(request.block_tables for request in requests), strict=True)
-        self._context.block_tables = [torch.stack(rows) for rows in tables]
-        lengths = torch.tensor([request.num_context for request in requests])
-        self._context.lengths = lengths.int()
-        self._root_positions = lengths[:, None]
 
     def _rank(
         self,
@@ -396,29 +383,8 @@ class Drafter:
         levels: int,
     ) -> DraftRanking:
         noise = self._noise if self.policy.noise_coupling else None
-        return DraftRanking(self._rows, requests, metadata, params, levels, noise)
-
-    def _forward(self, tokens: torch.Tensor, level: int, mask: torch.Tensor) -> torch.Tensor:
-        """The draft forward of a growth: one level of all requests through the model."""
-        self._scratch.advance(level, mask)
-        # vLLM's C++ kernels read positions as a dense array: an expanded view would not do.
-        positions = (self._root_positions + level).expand_as(tokens).flatten().contiguous()
-        context = set_forward_context({}, self._vllm_config, num_tokens=tokens.numel())
-        with self._view.draft(), context:
-            hidden = self._model(input_ids=tokens.flatten().contiguous(), positions=positions)
-            logits = self._model.compute_logits(hidden)
-        return logits.float().view(*tokens.shape, -1)
-
-    def _attend(
-        self,
-        layer: Attention,
-        group: int,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        return draft_attention(layer, query, key, value, self._context, group, self._scratch, index)
+        place = self._device.torch_device
+        return DraftRanking(self._rows, requests, metadata, params, levels, noise, place)
 
 
 def _pacing(policy: DraftPolicy, idle_s: Callable[[], float]) -> Pacing:

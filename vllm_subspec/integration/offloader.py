@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import nn
 from tqdm import tqdm
 from vllm.config import VllmConfig
@@ -22,24 +19,24 @@ from vllm.model_executor.offloader import BaseOffloader
 from vllm_subspec import envs
 from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.errors import UnsupportedError
+from vllm_subspec.integration.device import Device
 from vllm_subspec.integration.linear import (
     SHADOW_DTYPE,
     ShadowedLinearMethod,
     View,
     plain_linears,
 )
-from vllm_subspec.integration.placing import head_shape, place_on_ranks, spill_directory
+from vllm_subspec.integration.placing import head_shape, place_on_ranks
+from vllm_subspec.integration.tier import SlowTier
 from vllm_subspec.integration.vocabulary import Vocabulary
 from vllm_subspec.memory import release_freed_memory
 from vllm_subspec.plan import Placement
 from vllm_subspec.shadow import ShadowCache, ShadowSettings, build_shadows
 from vllm_subspec.shadow.formats import check_shape
 from vllm_subspec.stream import (
-    DiskStore,
     LayerStreamer,
     RowPiece,
     SpillLayout,
-    SpillWriter,
     StreamStatistics,
     TensorSpec,
     split_rows,
@@ -66,15 +63,17 @@ class SubSpecOffloader(BaseOffloader):
     """Takes each decoder layer's weights as they load, shadows them, and streams them back.
 
     A layer is finished as soon as its last shard arrived: its linears become shadows, its weights
-    go to the spill and leave RAM, so loading needs about one layer above the budget
-    (vLLM model_executor/offloader/base.py gives the seams).
+    go to the slow tier and leave the fast one, so loading needs about one layer above the budget
+    (vLLM model_executor/offloader/base.py gives the seams). Weights load in host RAM, where
+    shadows are made; what stays then goes to the device.
 
     Raises:
         ShadowCacheError: the cache's directory cannot be made private.
     """
 
-    def __init__(self, config: SubSpecConfig, vllm_config: VllmConfig, rank: int) -> None:
+    def __init__(self, config: SubSpecConfig, vllm_config: VllmConfig, device: Device) -> None:
         self.config = config
+        self._device = device
         self.view = View()
         self.streamer: LayerStreamer | None = None
         self.timeline = Timeline()
@@ -82,13 +81,10 @@ class SubSpecOffloader(BaseOffloader):
         self.while_waiting: Callable[[Callable[[], bool]], bool] | None = None  # see `acquire`
         self.between_draft_layers: Callable[[], None] | None = None
         self._dtype: torch.dtype = vllm_config.model_config.dtype
-        self._model = str(vllm_config.model_config.model)
-        self._revision = vllm_config.model_config.revision or ""
-        self._rank = rank
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._layers: list[_Layer] = []
         self._placement: Placement | None = None
-        self._writer: SpillWriter | None = None
+        self._tier: SlowTier | None = None  # while the model loads
         self._vllm_config = vllm_config
         self.vocabulary = Vocabulary(self.view, self._finish_vocabulary)
         self._vocabulary_done = False
@@ -105,7 +101,7 @@ class SubSpecOffloader(BaseOffloader):
     ) -> list[nn.Module]:
         """Wrap every linear of the decoder layers.
 
-        Everything that may be wrong with them is found before the spill is touched.
+        Everything that may be wrong with them is found before the slow tier is touched.
 
         Raises:
             UnsupportedError: quantised linears, no linears, linears that no kernel serves, or more
@@ -113,27 +109,37 @@ class SubSpecOffloader(BaseOffloader):
             BudgetError: more resident layers than there are.
             SpillError: the spill cannot be created.
         """
-        modules = list(modules_generator)
         if self._layers and self._speculates_otherwise():
-            return modules  # vLLM's own draft model, which fits
+            return list(modules_generator)  # vLLM's own draft model, which fits
         if self._layers:
             raise UnsupportedError(
                 "this model has more than one stack of decoder layers (encoder-decoder, or a "
                 "multi-modal tower): SubSpec serves decoder-only text models"
             )
-        for index, module in enumerate(modules):
-            self._layers.append(_Layer(module, plain_linears(module, f"layer {index}")))
+        for index, module in enumerate(modules_generator):
+            linears_of_layer = plain_linears(module, f"layer {index}")
+            for linear in linears_of_layer.values():  # before the next layer takes fast memory
+                _move(linear, torch.device("cpu"))
+            self._layers.append(_Layer(module, linears_of_layer))
+        modules = [layer.module for layer in self._layers]
         if not any(layer.linears for layer in self._layers):
             raise UnsupportedError(_NO_LINEARS)
         linears = [layer.linears for layer in self._layers]
-        self._placement = place_on_ranks(self.config, self._vllm_config, modules, linears)
+        self._placement = place_on_ranks(
+            self.config,
+            self._vllm_config,
+            modules,
+            linears,
+            self._device.memory_bytes(self._ranks),
+        )
         for index, layer in enumerate(self._layers):
             if self._bits(index) is not None:
                 for name, linear in layer.linears.items():
                     settings = self._settings(self._bits(index))
                     check_shape(*linear.weight.shape, settings, f"layer {index}.{name}")
         if self.config.stream != "off":
-            self._open_spill()
+            self._spill_layout = self._layout()
+            self._tier = self._device.open_tier(self.config, self._vllm_config, self._spill_layout)
         for index in range(len(modules)):
             self._wrap_layer(index)
         return modules
@@ -162,10 +168,10 @@ class SubSpecOffloader(BaseOffloader):
 
     @property
     def _maps_embedding(self) -> bool:
-        """Under a budget the table is mapped, unless a resident head is the same tensor."""
+        """Under a budget a disk keeps the table, unless a resident head is the same tensor."""
         tied = getattr(self._vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
         budgeted = self.config.memory_budget is not None and self.config.stream != "off"
-        return budgeted and not (tied and not self._streams_head)
+        return self._device.maps_tables and budgeted and not (tied and not self._streams_head)
 
     def _streams(self, index: int) -> bool:
         assert self._placement is not None
@@ -176,6 +182,8 @@ class SubSpecOffloader(BaseOffloader):
         assert self._placement is not None
         if not self._placement.is_streamed(index):
             layer.done = True  # resident: the draft uses the target's own weights
+            for linear in layer.linears.values():
+                _move(linear, self._device.torch_device)
             self._resident_bytes += sum(linear.weight.nbytes for linear in layer.linears.values())
             return
         for name, linear in layer.linears.items():
@@ -222,14 +230,18 @@ class SubSpecOffloader(BaseOffloader):
                 weights, self._settings(bits), SHADOW_DTYPE, self._cache, f"layer {index}"
             )
             for name, shadow in shadows.items():
-                layer.linears[name].quant_method.shadow = shadow
+                on_device = shadow.to(self._device.torch_device)
+                layer.linears[name].quant_method.shadow = on_device
             self._advance_progress(cached)
-        if self._writer is not None and self._streams(index):
-            self._writer.put(index, weights)
+        if self._tier is not None and self._streams(index):
+            self._tier.put(index, weights)
             for linear in layer.linears.values():
                 linear.weight.data = linear.weight.data.new_empty(0)
             weights.clear()
             release_freed_memory()
+        else:
+            for linear in layer.linears.values():
+                linear.weight.data = linear.weight.data.to(self._device.torch_device)
 
     def _finish_vocabulary(self) -> None:
         """Table and head are loaded: shadow the head, and bring what streams or is mapped away."""
@@ -238,35 +250,36 @@ class SubSpecOffloader(BaseOffloader):
         self._vocabulary_done = True
         vocabulary = self.vocabulary
         if vocabulary.head is not None and self._placement.head_bits is not None:
-            weight = vocabulary.head.weight.data
+            weight = vocabulary.head.weight.data.cpu()
             settings = self._settings(self._placement.head_bits)
             shadows, _ = build_shadows(
                 {"head": weight}, settings, SHADOW_DTYPE, self._cache, "the head"
             )
-            vocabulary.head.quant_method.shadow = shadows["head"]
+            shadow = shadows["head"].to(self._device.torch_device)
+            vocabulary.head.quant_method.shadow = shadow
         if self.config.memory_budget is not None:
             for module in (vocabulary.embedding, vocabulary.head):
                 if module is not None:
                     module.quant_method.keeps_plain = True
-        if self._writer is None:
+        if self._tier is None:
             return
         if self._streams_head:
             self._put_head(vocabulary)
         if self._maps_embedding:
             assert vocabulary.embedding is not None
-            self._writer.put_mapped("embedding", vocabulary.embedding.weight.data)
+            self._tier.put_mapped("embedding", vocabulary.embedding.weight.data)
             vocabulary.embedding.weight.data = vocabulary.embedding.weight.data.new_empty(0)
         release_freed_memory()
 
     def _put_head(self, vocabulary: Vocabulary) -> None:
-        assert self._writer is not None
+        assert self._tier is not None
         if vocabulary.head is None:
             raise UnsupportedError("this model has no language model head to stream")
         weight = vocabulary.head.weight.data
         first = len(self.placement.streamed)
         for number, piece in enumerate(self._head_pieces):
             rows = weight[piece.start : piece.stop]
-            self._writer.put(first + number, {piece.spec.name: rows})
+            self._tier.put(first + number, {piece.spec.name: rows})
         vocabulary.head.quant_method.stream = self._head_rows
         if not vocabulary.is_tied:
             vocabulary.head.weight.data = weight.new_empty(0)
@@ -289,7 +302,7 @@ class SubSpecOffloader(BaseOffloader):
         self._progress.set_postfix_str("from cache" if cached else "quantised")
         self._progress.update()
 
-    # -- the spill -------------------------------------------------------------------------------
+    # -- the slow tier ---------------------------------------------------------------------------
 
     def _layout(self) -> SpillLayout:
         layers = [
@@ -306,16 +319,6 @@ class SubSpecOffloader(BaseOffloader):
         mapped = [TensorSpec("embedding", shape, self._dtype)] if self._maps_embedding else []
         return SpillLayout.of([*layers, *([p.spec] for p in self._head_pieces)], mapped)
 
-    def _open_spill(self) -> None:
-        directory = spill_directory(self.config)
-        identity = f"{self._model}@{self._revision}, {self._dtype}"
-        if self._ranks > 1:
-            identity += f", rank {self._rank} of {self._ranks}"
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(self._model).name).strip("-")
-        name = f"{slug}-{blake3(identity.encode()).hexdigest()[:12]}"
-        self._spill_layout = self._layout()
-        self._writer = SpillWriter(directory, name, self._spill_layout, identity)
-
     def post_init(self) -> None:
         """Every weight is loaded: finish layers without linears, then start the stream.
 
@@ -331,15 +334,15 @@ class SubSpecOffloader(BaseOffloader):
         if self._progress is not None:
             self._progress.close()
             self._progress = None
-        if self._writer is not None:
+        if self._tier is not None:
             assert self._placement is not None
-            spill = self._writer.finish()
-            self._writer = None
+            tier, self._tier = self._tier, None
+            store = tier.finish()
+            self._slow_tier = tier.name
             if self._maps_embedding:
                 assert self.vocabulary.embedding is not None
-                self.vocabulary.embedding.weight.data = spill.map("embedding")
+                self.vocabulary.embedding.weight.data = tier.mapped("embedding")
                 self.vocabulary.embedding.quant_method.is_mapped = True
-            store = DiskStore(spill, emulate_bytes_per_s=self.config.emulate_link)
             self.streamer = LayerStreamer(
                 store, self._spill_layout, self._placement.num_slots, timeline=self.timeline
             )
@@ -375,8 +378,9 @@ class SubSpecOffloader(BaseOffloader):
         if self.streamer is None:
             return f"{placement.num_layers} layers on the fast tier"
         return (
-            f"streams {len(placement.streamed)} of {placement.num_layers} layers from disk "
-            f"({self.streamed_bytes_per_pass / 1e6:.0f} MB a pass) into {placement.num_slots} slots"
+            f"streams {len(placement.streamed)} of {placement.num_layers} layers from "
+            f"{self._slow_tier} ({self.streamed_bytes_per_pass / 1e6:.0f} MB a pass) into "
+            f"{placement.num_slots} slots"
         )
 
     # -- running ---------------------------------------------------------------------------------
@@ -416,12 +420,18 @@ class SubSpecOffloader(BaseOffloader):
 
     def close(self) -> None:
         """Stop reading and free the slots; a spill that is not finished is removed. Idempotent."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._tier is not None:
+            self._tier.close()
+            self._tier = None
         if self.streamer is not None:
             if self._maps_embedding:  # the mapping keeps the spill's file and lock
                 assert self.vocabulary.embedding is not None
                 self.vocabulary.embedding.weight.data = torch.empty(0, dtype=self._dtype)
             self.streamer.close()
             self.streamer = None
+
+
+def _move(linear: LinearBase, device: torch.device) -> None:
+    """Give a weight that is not loaded yet its memory on ``device``."""
+    if linear.weight.device.type != device.type:
+        linear.weight.data = torch.empty_like(linear.weight.data, device=device)

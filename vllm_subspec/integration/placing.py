@@ -21,7 +21,6 @@ from vllm_subspec.plan import (
     Placement,
     Sensitivity,
     Unit,
-    device_memory_bytes,
     parse_budget,
     place,
     plan,
@@ -41,18 +40,20 @@ def place_on_ranks(
     vllm_config: VllmConfig,
     layers: Sequence[nn.Module],
     linears: Sequence[Mapping[str, LinearBase]],
+    memory_bytes: int,
 ) -> Placement:
     """``place_model`` as the first rank has it, on all ranks, errors included.
 
     What it rests on (memory, figures, kernels, sensitivity) may differ between machines.
     """
+    arguments = config, vllm_config, layers, linears, memory_bytes
     if ranks_of(vllm_config) == 1:
-        return place_model(config, vllm_config, layers, linears)
+        return place_model(*arguments)
     group = get_tp_group()
     outcome: Placement | SubSpecError | None = None
     if group.rank_in_group == 0:
         try:
-            outcome = place_model(config, vllm_config, layers, linears)
+            outcome = place_model(*arguments)
         except SubSpecError as error:
             outcome = error
     outcome = group.broadcast_object(outcome, src=0)
@@ -67,6 +68,7 @@ def place_model(
     vllm_config: VllmConfig,
     layers: Sequence[nn.Module],
     linears: Sequence[Mapping[str, LinearBase]],
+    memory_bytes: int,
 ) -> Placement:
     """Where each layer of this rank goes.
 
@@ -75,13 +77,14 @@ def place_model(
         vllm_config: names the model, its KV cache and its ranks.
         layers: the decoder layers, weights not loaded yet.
         linears: the plain linears of each.
+        memory_bytes: fast memory of this rank, of which a budget may be a share.
 
     Raises:
         BudgetError: the budget is too small, or more layers are to stay than there are.
         ConfigError: ``memory_budget`` is no size.
     """
-    memory = device_memory_bytes() // ranks_of(vllm_config)
-    budget = parse_budget("auto" if config.memory_budget is None else config.memory_budget, memory)
+    wanted = "auto" if config.memory_budget is None else config.memory_budget
+    budget = parse_budget(wanted, memory_bytes)
     if config.stream != "off":
         _warn_if_it_fits(config, vllm_config, layers, budget)
     if config.memory_budget is None:

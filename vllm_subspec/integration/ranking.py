@@ -35,6 +35,7 @@ class DraftRanking:
         params: Sequence[SamplingParams],
         depth: int,
         noise: PositionNoise | None,
+        device: torch.device,
     ) -> None:
         self._rows = rows
         self._noise = noise
@@ -61,10 +62,11 @@ class DraftRanking:
             for request in requests
         ]
         if bool(self._sampled.any()):
-            self._temperature = _column([max(p.temperature, 1e-5) for p in chosen])
-            self._top_k = _column([p.top_k if p.top_k > 0 else _NO_TOP_K for p in chosen])
-            self._top_p = _column([p.top_p for p in chosen])
-            self._min_p = _column([p.min_p for p in chosen])
+            self._temperature = _column([max(p.temperature, 1e-5) for p in chosen], device)
+            self._top_k = _column([p.top_k if p.top_k > 0 else _NO_TOP_K for p in chosen], device)
+            self._top_p = _column([p.top_p for p in chosen], device)
+            self._min_p = _column([p.min_p for p in chosen], device)
+            self._is_cut = any(p.top_k > 0 for p in chosen)
 
     def __call__(self, logits: torch.Tensor, level: int, history: torch.Tensor) -> torch.Tensor:
         if self._alters:
@@ -96,9 +98,9 @@ class DraftRanking:
         total = (logits / temperature).logsumexp(-1, keepdim=True)
         probs = (ranked - total).exp()
         barred = probs < self._min_p[which] * probs[..., :1]
-        barred |= torch.arange(ids.shape[-1]) >= top_k
+        barred |= torch.arange(ids.shape[-1], device=ids.device) >= top_k
         kept = probs.masked_fill(barred, 0)
-        if bool((top_k < _NO_TOP_K).any()):
+        if self._is_cut:
             kept = kept / kept.sum(-1, keepdim=True)
         barred |= kept.cumsum(-1) - kept >= self._top_p[which]
         if self._noise is not None:
@@ -108,6 +110,6 @@ class DraftRanking:
         return torch.full_like(logits, float("-inf")).scatter(-1, ids, ranked)
 
 
-def _column(values: Sequence[float]) -> torch.Tensor:
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
     """[requests, 1, 1], to meet [requests, m, vocab]."""
-    return torch.tensor(values)[:, None, None]
+    return torch.tensor(values, device=device)[:, None, None]

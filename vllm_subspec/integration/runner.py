@@ -11,22 +11,20 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from subspec_kernels.kv_cache import move_slots
+from subspec_kernels.kv_compact import CacheViews, kv_compact
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.offloader import set_offloader
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.errors import ConfigError, UnsupportedError
 from vllm_subspec.integration.arguments import CONFIG_KEY
-from vllm_subspec.integration.attention import (
-    TreeAttentionMetadata,
-    TreeRows,
-    override_cpu_attention,
-)
+from vllm_subspec.integration.attention import TreeAttentionImpl, TreeRows
+from vllm_subspec.integration.device import device_for
 from vllm_subspec.integration.drafter import Drafter, DraftPolicy
 from vllm_subspec.integration.metrics import carrying
 from vllm_subspec.integration.offloader import SubSpecOffloader
@@ -40,6 +38,8 @@ from vllm_subspec.verify.walk import Walk
 
 logger = init_logger("vllm.subspec")
 
+_MOST_CAPTURED = 8  # each number of requests has graphs of its own, and scratch that stays
+
 
 class SubSpecRunnerMixin:
     """Shadows, streaming, drafting and tree verification on vLLM's V1 model runner.
@@ -49,13 +49,12 @@ class SubSpecRunnerMixin:
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        override_cpu_attention(True)
+        self.fast_tier = device_for(device)
+        self.fast_tier.override_attention(True)
         super().__init__(vllm_config, device)
         self.subspec_config = SubSpecConfig(**vllm_config.additional_config[CONFIG_KEY])
         self._ranks = ranks_of(vllm_config)
-        self.offloader = SubSpecOffloader(
-            self.subspec_config, vllm_config, self.parallel_config.rank
-        )
+        self.offloader = SubSpecOffloader(self.subspec_config, vllm_config, self.fast_tier)
         set_offloader(self.offloader)
         self.counters = SpeculationCounters()
         self._clock = WorkClock()
@@ -73,8 +72,9 @@ class SubSpecRunnerMixin:
                 self.rejection_sampler.noise,
                 self.offloader.timeline,
                 self.offloader.waited_s,
+                self.fast_tier,
             )
-            self.speculation = Speculation(drafter, self.max_model_len)
+            self.speculation = Speculation(drafter, self.max_model_len, device)
             self.offloader.while_waiting = drafter.extend
             self.offloader.between_draft_layers = drafter.step_aside
 
@@ -96,7 +96,12 @@ class SubSpecRunnerMixin:
                 )
             planned = self.offloader.placement.tree
             policy = DraftPolicy.of(self.subspec_config, self._ranks, planned)
-            self.speculation.drafter.set_policy(policy)
+            drafter = self.speculation.drafter
+            drafter.set_policy(policy)
+            drafter.forward.bind(
+                self.model, get_layers_from_vllm_config(self.vllm_config, Attention)
+            )
+            drafter.forward.reserve(self._captured_requests, self._captured_slots)
         logger.info(self._describe())
 
     def _describe(self) -> str:
@@ -113,6 +118,11 @@ class SubSpecRunnerMixin:
         return "; ".join(parts)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """vLLM's caches; then trees and drafts are led to them.
+
+        Raises:
+            UnsupportedError: blocks that the attention kernel splits, or a backend without trees.
+        """
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         groups = {
@@ -127,16 +137,47 @@ class SubSpecRunnerMixin:
                     f"KV cache blocks of {block} tokens are split for the attention kernel; "
                     f"choose --block-size as a multiple of 32"
                 )
-        self._attention_layers = layers
-        self._kv_groups = groups
         if self.speculation is not None:
-            self.speculation.drafter.bind(self.model, layers, groups)
+            self._caches = _caches_by_group(layers, groups)
+            self.speculation.drafter.forward.attend_in_groups(groups)
+
+    @property
+    def _captured_requests(self) -> int:
+        """Requests of a growth whose steps run by graph, at most."""
+        return min(_MOST_CAPTURED, self.scheduler_config.max_num_seqs)
+
+    @property
+    def _captured_slots(self) -> int:
+        policy = self.speculation.drafter.policy
+        return 1 + policy.shape.width * policy.most_levels
+
+    def capture_drafts(self) -> None:
+        """Before the first request, on a device that has graphs."""
+        if self.speculation is None or self._ranks > 1:  # a graph of ranks' exchanges is untried
+            return
+        drafter = self.speculation.drafter
+        num_graphs = drafter.forward.capture(
+            self._captured_requests,
+            drafter.policy.shape.width,
+            self._captured_slots,
+            [table.block_table.gpu[0] for table in self.input_batch.block_table.block_tables],
+        )
+        if num_graphs:
+            logger.info("SubSpec: %d graphs of draft steps", num_graphs)
 
     def shutdown(self) -> None:
         self.offloader.close()
         set_offloader(None)
-        override_cpu_attention(False)
+        self.fast_tier.override_attention(False)
         super().shutdown()
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """vLLM's own, up to its rejection sampler: ours verifies what a step has prepared."""
+        speculative_config, self.speculative_config = self.speculative_config, None
+        try:
+            return super()._dummy_sampler_run(hidden_states)
+        finally:
+            self.speculative_config = speculative_config
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -192,20 +233,16 @@ class SubSpecRunnerMixin:
             tree = self._verification.trees[row]
             if tree.is_chain:
                 continue
-            depths = torch.cat([tree.levels.new_zeros(1), tree.levels])
+            depths = torch.cat([tree.levels.new_zeros(1), tree.levels]).to(self.device)
             num_context = self.positions[start : start + 1].clone()
             self.positions[start : start + len(depths)] = num_context + depths
-            mask = tree.ancestor_mask()
+            mask = tree.ancestor_mask().to(self.device)
             self._tree_rows.append(TreeRows(start, row, num_context.int(), mask, depths.int()))
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self._tree_rows:
-            with_trees = {
-                id(of_layer): TreeAttentionMetadata(**vars(of_layer), trees=self._tree_rows)
-                for of_layer in metadata.values()
-            }
-            metadata = {name: with_trees[id(of_layer)] for name, of_layer in metadata.items()}
+            metadata = self.fast_tier.with_trees(metadata, self._tree_rows)
         return metadata, common
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
@@ -242,9 +279,12 @@ class SubSpecRunnerMixin:
         roots = torch.tensor(self._root_tokens)[moves.requests]
         if not len(roots):
             return
-        for name, layer in self._attention_layers.items():
-            slots = self.input_batch.block_table[self._kv_groups[name]].slot_mapping.gpu
-            move_slots(layer.kv_cache, slots[roots + moves.src], slots[roots + moves.dst])
+        # Slots of different requests differ, so all moves may be made as one request's.
+        source = (roots + moves.src)[None].to(self.device)
+        target = (roots + moves.dst)[None].to(self.device)
+        for group, caches in self._caches:
+            slots = self.input_batch.block_table[group].slot_mapping.gpu
+            kv_compact(caches, slots[source], slots[target])
 
     def _count(self, verification: Verification, walk: Walk) -> None:
         rows = slice(self.input_batch.num_reqs)
@@ -308,7 +348,7 @@ class SubSpecRunnerMixin:
         self.speculation.drafter.set_policy(policy)
 
     def record_timeline(self, seconds: float | None) -> list[tuple[str, float, float]]:
-        """See ``SubSpecCPUWorker.subspec_timeline``."""
+        """See ``SubSpecWorkerMixin.subspec_timeline``."""
         timeline = self.offloader.timeline
         if seconds is not None:
             self._timeline_seconds = seconds
@@ -333,5 +373,26 @@ class SubSpecRunnerMixin:
         }
 
 
+def _caches_by_group(
+    layers: dict[str, Attention], groups: dict[str, int]
+) -> list[tuple[int, CacheViews]]:
+    """Keys and values of all layers, those together that share a block table and look alike."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for name, layer in layers.items():
+        if not isinstance(layer.impl, TreeAttentionImpl):
+            raise UnsupportedError(
+                f"the attention backend of {name}, {type(layer.impl).__name__}, knows no trees: "
+                "set --attention-backend to TRITON_ATTN or FLASH_ATTN, or run without SubSpec"
+            )
+        for view in layer.impl.cache_views(layer.kv_cache):
+            key = groups[name], view.shape, view.stride(), view.dtype
+            alike.setdefault(key, []).append(view)
+    return [(key[0], CacheViews(views)) for key, views in alike.items()]
+
+
 class SubSpecCPUModelRunner(SubSpecRunnerMixin, CPUModelRunner):
     """vLLM's CPU runner with SubSpec."""
+
+
+class SubSpecGPUModelRunner(SubSpecRunnerMixin, GPUModelRunner):
+    """vLLM's GPU runner with SubSpec."""

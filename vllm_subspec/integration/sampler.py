@@ -100,7 +100,8 @@ class _Draw:
         self.metadata = metadata
         self.starts = _starts([len(tree) for tree in verification.trees])
         self.logit_starts = _starts(num_draft_tokens)
-        self.drawn = torch.full((self.starts[-1],), -1, dtype=torch.int64, device=logits.device)
+        # The walk is the host's, wherever the logits are: vLLM takes its tokens as lists.
+        self.drawn = torch.full((self.starts[-1],), -1, dtype=torch.int64)
         self.draws = [
             None if generator is None else owner.noise.peek(generator, tree.depth + 1)
             for generator, tree in zip(verification.generators, verification.trees, strict=True)
@@ -116,7 +117,7 @@ class _Draw:
         """
         trees = self.verification.trees
         if self._plain_greedy():
-            best = self.owner.sampler.greedy_sample(self.logits.float())
+            best = self.owner.sampler.greedy_sample(self.logits.float()).cpu()
             for tree, start, logit_start in zip(
                 trees, self.starts, self.logit_starts, strict=False
             ):
@@ -180,9 +181,8 @@ class _Draw:
         if len(sampled):
             draws = [self.draws[requests[i]][len(paths[i])] for i in sampled.tolist()]
             tokens[sampled] = self.owner.noise.choose(logits[sampled], torch.stack(draws))
-        self.drawn[[self.starts[request] + row for request, row in pending]] = tokens.to(
-            torch.int64
-        )
+        drawn = tokens.cpu().to(torch.int64)
+        self.drawn[[self.starts[request] + row for request, row in pending]] = drawn
         if self._keeps_processed():
             self.processed.update(zip(rows, logits, strict=True))
 
@@ -200,14 +200,14 @@ class _Draw:
         wanted = self._num_logprobs()
         if wanted is None:
             return None
-        starts = torch.tensor(self.logit_starts[:-1], device=tokens.device)
+        starts = torch.tensor(self.logit_starts[:-1])
         rows = walk.rows[:, : tokens.shape[1]].clamp(min=0) + starts[:, None]
-        rows = rows.flatten()
+        rows, tokens = rows.flatten(), tokens.to(self.logits.device)
         if self._keeps_processed():
             blank = self.logits.new_zeros(self.logits.shape[-1], dtype=torch.float32)
             values = torch.stack([self.processed.get(row, blank) for row in rows.tolist()])
         else:
-            values = self.logits[rows].to(torch.float32)
+            values = self.logits[rows.to(self.logits.device)].to(torch.float32)
         if not self.owner.is_logits_logprobs_mode:
             values = self.owner.sampler.compute_logprobs(values)
         chosen = tokens.clamp(min=0).flatten()

@@ -31,11 +31,13 @@ class Speculation:
     Args:
         drafter: grows the trees.
         max_model_len: positions a request may reach.
+        device: of the logits, and so of the generators.
     """
 
-    def __init__(self, drafter: Drafter, max_model_len: int) -> None:
+    def __init__(self, drafter: Drafter, max_model_len: int, device: torch.device) -> None:
         self.drafter = drafter
         self._max_model_len = max_model_len
+        self._device = device
         self._trees: dict[str, Tree] = {}
         self._generators: dict[str, torch.Generator] = {}
 
@@ -117,7 +119,8 @@ class Speculation:
             return state.generator
         if state.req_id not in self._generators:
             seed = int(torch.randint(0, 2**62, (1,)))
-            self._generators[state.req_id] = torch.Generator().manual_seed(seed)
+            generator = torch.Generator(self._device).manual_seed(seed)
+            self._generators[state.req_id] = generator
         return self._generators[state.req_id]
 
     def draft(

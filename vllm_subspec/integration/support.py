@@ -14,7 +14,7 @@ from vllm_subspec.errors import ConfigError, UnsupportedError
 from vllm_subspec.integration.arguments import OWN_METHOD_KEY, PROPOSER
 from vllm_subspec.integration.placing import auto_bits
 from vllm_subspec.plan import place
-from vllm_subspec.shadow import ShadowSettings, available_bits
+from vllm_subspec.shadow import ShadowSettings, available_bits, kernel_status
 from vllm_subspec.shadow.formats import shadow_format
 
 _Refusals = Iterable[tuple[bool, str, str]]  # whether it applies, what, and why not
@@ -40,16 +40,7 @@ def refuse_arguments(engine_args: Any, config: SubSpecConfig) -> None:
 
 
 def _refused_features(args: Any, config: SubSpecConfig) -> _Refusals:
-    yield (
-        not current_platform.is_cpu(),
-        f"the platform {current_platform.device_type!r}",
-        "this release runs on CPUs (install vllm-subspec[cpu])",
-    )
-    yield (
-        config.stream == "host",
-        "stream = 'host'",
-        "pinned host RAM is for CUDA, which this release does not serve; use 'disk' or 'off'",
-    )
+    yield from _refused_platforms(args, config)
     yield (args.worker_cls != "auto", f"--worker-cls {args.worker_cls}", "it brings its own worker")
     yield (
         args.pipeline_parallel_size > 1,
@@ -106,6 +97,49 @@ def _refused_features(args: Any, config: SubSpecConfig) -> _Refusals:
         config.speculate and bool(args.logits_processors),
         f"--logits-processors {args.logits_processors}",
         "vLLM does not run custom ones under speculation; {'speculate': false} does",
+    )
+
+
+def _refused_platforms(args: Any, config: SubSpecConfig) -> _Refusals:
+    is_cuda = current_platform.is_cuda()
+    yield (
+        not (current_platform.is_cpu() or (is_cuda and config.unmeasured_cuda)),
+        f"the platform {current_platform.device_type!r}",
+        "this release runs on CPUs (install vllm-subspec[cpu])"
+        + ("; its CUDA path has never run on a GPU: unmeasured_cuda tries it" if is_cuda else ""),
+    )
+    if not is_cuda:
+        yield (config.unmeasured_cuda, "unmeasured_cuda", "this machine's vLLM is for CPUs")
+        yield (
+            config.stream == "host",
+            "stream = 'host'",
+            "pinned host RAM is the slow tier of a GPU; use 'disk' or 'off'",
+        )
+        return
+    yield (
+        config.memory_budget is not None,
+        "memory_budget on CUDA",
+        "plans rest on figures of CPUs yet; set resident_layers, and --gpu-memory-utilization",
+    )
+    yield (
+        config.stream == "disk" or config.stream_dir is not None,
+        "a spill on disk on CUDA",
+        "pinned host RAM is the slow tier of a GPU; leave out stream_dir, and stream or 'host'",
+    )
+    yield (
+        args.tensor_parallel_size > 1,
+        f"--tensor-parallel-size {args.tensor_parallel_size} on CUDA",
+        "several GPUs are untried",
+    )
+    yield (
+        args.async_scheduling is True,
+        "--async-scheduling",
+        "each step's tokens are needed before the next is made",
+    )
+    yield (
+        config.speculate and not kernel_status().startswith("native"),
+        "CUDA on this machine",
+        f"shadows are made on the host, by a kernel that is not there: {kernel_status()}",
     )
 
 

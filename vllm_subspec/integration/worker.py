@@ -1,15 +1,20 @@
-"""The worker that ``--worker-cls`` names when SubSpec is on."""
+"""The workers that ``--worker-cls`` names when SubSpec is on."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_subspec import envs
 from vllm_subspec.errors import UnsupportedError
 from vllm_subspec.integration.orphans import end_with_parent
-from vllm_subspec.integration.runner import SubSpecCPUModelRunner
+from vllm_subspec.integration.runner import (
+    SubSpecCPUModelRunner,
+    SubSpecGPUModelRunner,
+    SubSpecRunnerMixin,
+)
 from vllm_subspec.memory import map_large_blocks
 
 ONEDNN_KERNELS = 64
@@ -18,23 +23,28 @@ ONEDNN_KERNELS = 64
 grew by that for half an hour. Some six shapes at ten numbers of rows suffice."""
 
 
-class SubSpecCPUWorker(CPUWorker):
-    """vLLM's CPU worker around SubSpec's runner."""
+class SubSpecWorkerMixin:
+    """One of vLLM's workers around SubSpec's runner."""
+
+    runner_class: ClassVar[type[SubSpecRunnerMixin]]
 
     def init_device(self) -> None:
         """Initialise as vLLM does, then put our runner in the place of the one it made.
 
-        ``init_device`` offers no seam for the runner's class; a runner holds no weights yet, so
-        building it twice costs milliseconds.
+        ``init_device`` offers no seam for the runner's class that both workers share; a runner
+        holds no weights yet, so building it twice costs milliseconds.
         """
         end_with_parent()
         super().init_device()
-        map_large_blocks()
-        envs.limit_onednn_kernels(ONEDNN_KERNELS)
-        self.model_runner = SubSpecCPUModelRunner(self.vllm_config, self.device)
+        self.model_runner = self.runner_class(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's warm-up, after ours: it measures, and watches for kernels that come later."""
+        self.model_runner.capture_drafts()
+        return super().compile_or_warm_up_model()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the spill and the shadows would keep the old weights.
+        """Refused: the slow tier and the shadows would keep the old weights.
 
         Raises:
             UnsupportedError: always.
@@ -67,3 +77,20 @@ class SubSpecCPUWorker(CPUWorker):
         """Change ``width``, ``depth``, ``max_nodes``, ``draft_temperature``, ``noise_coupling``
         or ``post_speculation`` between requests, by ``LLM.collective_rpc``."""
         self.model_runner.set_draft_policy(**changes)
+
+
+class SubSpecCPUWorker(SubSpecWorkerMixin, CPUWorker):
+    """vLLM's CPU worker with SubSpec."""
+
+    runner_class = SubSpecCPUModelRunner
+
+    def init_device(self) -> None:
+        super().init_device()
+        map_large_blocks()
+        envs.limit_onednn_kernels(ONEDNN_KERNELS)
+
+
+class SubSpecGPUWorker(SubSpecWorkerMixin, Worker):
+    """vLLM's GPU worker with SubSpec."""
+
+    runner_class = SubSpecGPUModelRunner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,6 +56,10 @@ class ShadowLinear:
                 f"a weight {list(linear.shape)} at group_size {settings.group_size}"
             )
         return linear
+
+    def to(self, device: torch.device) -> ShadowLinear:
+        """The same on ``device``, which a format of ``subspec_kernels`` may be any of."""
+        return replace(self, packed=self.packed.to(device), scales=self.scales.to(device))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that ``from_tensors`` needs, beside the settings."""
