@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subspec_kernels.grow_mask import unpack_mask
 
+from vllm_subspec.draft.graphs import StepShape
 from vllm_subspec.draft.growth import Growth, Rerooting
-from vllm_subspec.draft.scratch import DraftScratch
+from vllm_subspec.draft.scratch import DraftScratch, Tensors
+from vllm_subspec.draft.static_scratch import StaticScratch
 
 Row = tuple[torch.Tensor, torch.Tensor]  # key and value, each [kv_heads, dim]
 LAYERS = ((2, 8), (1, 4), (3, 8))
@@ -111,7 +115,38 @@ def new_scratch(dtype: torch.dtype = torch.float32) -> DraftScratch:
     return DraftScratch(dtype, torch.device("cpu"))
 
 
-all_windows = st.lists(st.sampled_from([0, -1, 1, 2, 4, 100]), min_size=1, max_size=3)
+class AsPlain(StaticScratch):
+    """What a step that is replayed reads, cut and unpacked to what the plain scratch gives.
+
+    Args:
+        num_slots: reserved; a larger growth is a loose one.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(torch.float32, torch.device("cpu"))
+        self.reserve(LAYERS, 1, num_slots, WINDOWS)
+
+    def advance(self, level: int, nodes: torch.Tensor) -> Tensors:
+        inputs = super().advance(level, nodes)
+        self.take({name: given.clone() for name, given in inputs.items()})
+        return inputs
+
+    def append(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().append(layer, key, value)
+        assert keys.shape[2] == values.shape[2] == self.shape.num_slots >= self._end
+        return keys[:, :, : self._end], values[:, :, : self._end]
+
+    def mask(self, window: int) -> torch.Tensor:
+        words = super().mask(window)
+        seen = unpack_mask(words, 64 * words.shape[2])
+        assert not seen[..., self._end :].any(), "a slot that is not filled yet"
+        return seen[..., : self._end]
+
+
+WINDOWS = (0, -1, 1, 2, 4, 100)
+all_windows = st.lists(st.sampled_from(WINDOWS), min_size=1, max_size=3)
 
 
 @settings(deadline=None, max_examples=40)
@@ -131,12 +166,13 @@ def test_any_growth(num_requests: int, widths: list[int], windows: list[int], se
     work=st.lists(st.none() | st.none() | st.integers(0, 400), min_size=2, max_size=12),
     windows=all_windows,
     seed=st.integers(0, 2**16),
+    reserved=st.sampled_from([None, 8, 64]),
 )
 def test_a_growth_that_moves_down(
-    width: int, work: list[int | None], windows: list[int], seed: int
+    width: int, work: list[int | None], windows: list[int], seed: int, reserved: int | None
 ) -> None:
     """``None`` grows a level, a number picks the slot below which to go on."""
-    scratch = new_scratch()
+    scratch = new_scratch() if reserved is None else AsPlain(reserved)
     twin = Twin(scratch, 1, 1 + width * (1 + len(work)), seed)
     twin.grow(1, windows)
     for todo in work:
@@ -189,6 +225,39 @@ def test_a_growth_tells_how_to_move(width: int) -> None:
         assert (rerooting.slot is None) == (steps == 0)
         scratch.move_down(rerooting, width)
         above += path
+
+
+def test_static_growths_lie_where_they_lay() -> None:
+    """Whatever other growths ran in between; one that is too large has memory of its own."""
+    scratch = StaticScratch(torch.float32, torch.device("cpu"))
+    scratch.reserve(LAYERS, 2, 30)
+
+    def places(num_requests: int, num_slots: int) -> list[tuple[int, tuple[int, ...]]]:
+        scratch.begin(LAYERS, num_requests, num_slots)
+        assert scratch.num_slots == num_slots
+        return [(rows.data_ptr(), rows.stride()) for rows in (*scratch._keys, *scratch._values)]
+
+    alone, both = places(1, 30), places(2, 10)
+    for larger in ((3, 10), (1, 31)):
+        apart = places(*larger)
+        assert not scratch.is_static
+        assert not {place for place, _ in apart} & {place for place, _ in [*alone, *both]}
+        assert (places(1, 7), places(2, 30)) == (alone, both), "as captured"
+        assert scratch.is_static
+
+
+def test_static_levels_share_shapes() -> None:
+    scratch = StaticScratch(torch.float32, torch.device("cpu"))
+    scratch.reserve(LAYERS, 1, 1 + 3 * 40, [5])
+    scratch.begin(LAYERS, 1, 1 + 3 * 20)
+    shapes: dict[StepShape, set[Any]] = {}
+    for level in range(21):
+        seen = torch.ones(1, 3 if level else 1, 1 + 3 * level, dtype=torch.bool)
+        inputs = scratch.advance(level, seen)
+        kinds = frozenset((name, given.shape, given.dtype) for name, given in inputs.items())
+        shapes.setdefault(scratch.shape, set()).add(kinds)
+    assert [shape.num_slots for shape in shapes] == [1, 25, 49, 97]
+    assert all(len(kinds) == 1 for kinds in shapes.values()), "a graph takes one kind"
 
 
 def test_a_root_alone() -> None:

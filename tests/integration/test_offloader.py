@@ -25,6 +25,7 @@ from vllm_subspec.errors import (
     SubSpecError,
     UnsupportedError,
 )
+from vllm_subspec.integration import offloader as module_of_offloader
 from vllm_subspec.integration import placing
 from vllm_subspec.integration.device import CpuDevice
 from vllm_subspec.integration.linear import ShadowedLinearMethod
@@ -218,6 +219,38 @@ def test_weights_leave_ram_as_they_load(make: Make) -> None:
         load(layer, weights[index])
         assert layer.gate_up.weight.numel() == layer.down.weight.numel() == 0
         assert layer.down.bias.numel() == 64
+
+
+def test_a_gpu_holds_one_streamed_layer_while_the_model_is_built(
+    make: Make, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM builds all layers with the GPU as torch's default device, here one without memory."""
+    offloader = make(resident_layers=1)
+    moves: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        module_of_offloader, "_move", lambda linear, device: moves.append((device.type, linear))
+    )
+    offloader._device.torch_device = torch.device("cuda")
+    built: list[Layer] = []
+
+    def build() -> Iterator[Layer]:
+        for index in range(3):
+            assert len(moves) == 2 * index, "each layer goes to host RAM before the next is built"
+            with torch.device("cpu"):
+                built.append(Layer(64))
+            yield built[-1]
+
+    with torch.device("meta"):
+        offloader.wrap_modules(build())
+    of_layer = [(layer.gate_up, layer.down) for layer in built]
+    in_host_ram = [("cpu", linear) for linears in of_layer for linear in linears]
+    assert moves == [*in_host_ram, *(("cuda", linear) for linear in of_layer[2])]
+    offloader._device.torch_device = torch.device("cpu")
+    for layer, weights in zip(built, checkpoint(), strict=True):
+        load(layer, weights)
+        process(layer)
+    offloader.post_init()
+    torch.testing.assert_close(run(built, inputs()), expected)
 
 
 def test_under_tensor_parallelism_shards_of_every_rank_count(

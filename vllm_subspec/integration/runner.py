@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from subspec_kernels.kv_compact import CacheViews, kv_compact
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -23,7 +22,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.errors import ConfigError, UnsupportedError
 from vllm_subspec.integration.arguments import CONFIG_KEY
-from vllm_subspec.integration.attention import TreeAttentionImpl, TreeRows
+from vllm_subspec.integration.attention import TreeRows
+from vllm_subspec.integration.compaction import Compactor
 from vllm_subspec.integration.device import device_for
 from vllm_subspec.integration.drafter import Drafter, DraftPolicy
 from vllm_subspec.integration.metrics import carrying
@@ -33,7 +33,6 @@ from vllm_subspec.integration.sampler import TreeRejectionSampler, Verification
 from vllm_subspec.integration.speculation import Speculation, num_reaching_output
 from vllm_subspec.integration.statistics import DraftCounters, SpeculationCounters, WorkClock
 from vllm_subspec.statistics import Report, growth
-from vllm_subspec.verify.compaction import compaction_moves
 from vllm_subspec.verify.walk import Walk
 
 logger = init_logger("vllm.subspec")
@@ -138,7 +137,7 @@ class SubSpecRunnerMixin:
                     f"choose --block-size as a multiple of 32"
                 )
         if self.speculation is not None:
-            self._caches = _caches_by_group(layers, groups)
+            self._compactor = Compactor(layers, groups)
             self.speculation.drafter.forward.attend_in_groups(groups)
 
     @property
@@ -273,18 +272,10 @@ class SubSpecRunnerMixin:
 
     def _compact(self, walk: Walk) -> None:
         """Move accepted keys and values to contiguous slots, before anybody can look at them."""
-        if not self._tree_rows:
-            return
-        moves = compaction_moves(walk.rows)
-        roots = torch.tensor(self._root_tokens)[moves.requests]
-        if not len(roots):
-            return
-        # Slots of different requests differ, so all moves may be made as one request's.
-        source = (roots + moves.src)[None].to(self.device)
-        target = (roots + moves.dst)[None].to(self.device)
-        for group, caches in self._caches:
-            slots = self.input_batch.block_table[group].slot_mapping.gpu
-            kv_compact(caches, slots[source], slots[target])
+        if self._tree_rows:
+            tables = self.input_batch.block_table.block_tables
+            slots = [table.slot_mapping.gpu for table in tables]
+            self._compactor.compact(walk, self._root_tokens, slots)
 
     def _count(self, verification: Verification, walk: Walk) -> None:
         rows = slice(self.input_batch.num_reqs)
@@ -371,23 +362,6 @@ class SubSpecRunnerMixin:
             "worker_memory_bytes": self._process.memory_info().rss,
             **self.offloader.sizes,
         }
-
-
-def _caches_by_group(
-    layers: dict[str, Attention], groups: dict[str, int]
-) -> list[tuple[int, CacheViews]]:
-    """Keys and values of all layers, those together that share a block table and look alike."""
-    alike: dict[Any, list[torch.Tensor]] = {}
-    for name, layer in layers.items():
-        if not isinstance(layer.impl, TreeAttentionImpl):
-            raise UnsupportedError(
-                f"the attention backend of {name}, {type(layer.impl).__name__}, knows no trees: "
-                "set --attention-backend to TRITON_ATTN or FLASH_ATTN, or run without SubSpec"
-            )
-        for view in layer.impl.cache_views(layer.kv_cache):
-            key = groups[name], view.shape, view.stride(), view.dtype
-            alike.setdefault(key, []).append(view)
-    return [(key[0], CacheViews(views)) for key, views in alike.items()]
 
 
 class SubSpecCPUModelRunner(SubSpecRunnerMixin, CPUModelRunner):

@@ -88,7 +88,7 @@ class CudaDevice:
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
         except RuntimeError as error:
             raise BudgetError(
                 f"{nbytes} more bytes of {'pinned ' if self._pin else ''}host RAM cannot be had "
