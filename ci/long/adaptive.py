@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_subspec.statistics import Statistics
+from vllm_subspec.statistics import Statistics, total
 from vllm_subspec.tools.prompts import PROMPTS
 from vllm_subspec.tools.provenance import provenance
 
@@ -39,20 +39,16 @@ class Answers:
     tokens: list[list[int]] = field(default_factory=list)
 
     def figures(self, base: Answers) -> dict[str, float]:
-        """Means over all passes; ``gain`` is the median over prompts of base's seconds to ours."""
-
-        def sum_of(name: str) -> float:
-            return float(sum(getattr(counted, name) for counted in self.counted))
-
-        passes = sum_of("target_passes")
+        """Steps are a pass's; ``gain`` is the median over answers of base's seconds to ours."""
+        counted = Statistics.from_report(total(answer.to_report() for answer in self.counted))
         pairs = zip(base.seconds, self.seconds, strict=True)
         return {
             "tokens_per_s": sum(map(len, self.tokens)) / sum(self.seconds),
-            "tau": sum_of("committed_tokens") / passes,
-            "depth": sum(sum(counted.drafted_by_level) for counted in self.counted) / passes,
-            "steps": sum_of("draft_steps") / passes,
-            "steps_in_passes": sum_of("overlapped_draft_steps") / passes,
-            "step_ms": 1e3 * sum_of("draft_seconds") / max(1.0, sum_of("draft_steps")),
+            "tau": counted.tau,
+            "depth": counted.levels_per_pass,
+            "steps": counted.draft_steps / counted.target_passes,
+            "steps_in_passes": counted.overlapped_draft_steps / counted.target_passes,
+            "step_ms": 1e3 * counted.draft_step_s,
             "gain": median(before / after for before, after in pairs),
             "other_answers": sum(a != b for a, b in zip(base.tokens, self.tokens, strict=True)),
         }
