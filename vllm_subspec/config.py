@@ -41,6 +41,19 @@ AUTO_WIDTH, AUTO_DEPTH = 4, 16
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "chain": {"width": 1},
+    # A draft model made of the target's weights by casting them, with all that a model has of its
+    # own: layers and context; a chain of fixed length (arXiv 2503.13565). One level of it.
+    "mlspecqd": {
+        "bits": "mxfp4",
+        "group_size": 32,
+        "width": 1,
+        "depth": 16,
+        "draft_temperature": 1.0,
+        "noise_coupling": False,
+        "post_speculation": False,
+        "share_layers": False,
+        "share_kv": False,
+    },
     # Best-first search keeps the most probable nodes up to a budget: a wide beam, not sharpened,
     # cut to its best nodes, keeps the same ones (arXiv 2406.02532).
     "specexec": {"width": 16, "depth": 16, "max_nodes": 64, "draft_temperature": 1.0},
@@ -61,8 +74,8 @@ class SubSpecConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    preset: Literal["chain", "specexec", "specinfer", "subspec"] | None = Field(
-        default=None, description="tree of a published method; options given beside it win"
+    preset: Literal["chain", "mlspecqd", "specexec", "specinfer", "subspec"] | None = Field(
+        default=None, description="a published method; options given beside it win"
     )
     memory_budget: int | float | str | None = Field(
         default=None,
@@ -89,6 +102,12 @@ class SubSpecConfig(BaseModel):
     )
     post_speculation: bool = Field(
         default=True, description="draft on while the target's weights stream"
+    )
+    share_layers: bool = Field(
+        default=True, description="draft through resident layers as they are, not by shadows"
+    )
+    share_kv: bool = Field(
+        default=True, description="draft over the target's keys and values, not over own ones"
     )
     bits: Annotated[Literal[2, 3, 4, 6, 8, "mxfp4"] | None, _AUTO] = Field(
         default=None,

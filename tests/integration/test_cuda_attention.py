@@ -305,7 +305,7 @@ def test_drafts_see_their_context_and_their_ancestors(backend: str, window: int 
         mask = torch.cat([of_parents, torch.eye(m, dtype=torch.bool).expand(2, -1, -1)], 2)
         scratch.advance(level, mask)
         query, key, value = (normal(2 * m, n * DIM) for n in (case.heads, 2, 2))
-        found = draft_attention(layer, query, key, value, context, 1, scratch, 1)
+        found = draft_attention(layer, layer.kv_cache, query, key, value, context, 1, scratch, 1)
         for request in range(2):
             above = paths[request]
             paths[request] = []

@@ -83,6 +83,11 @@ class DraftScratch:
         span = slice(self._start, self._end)
         keys[:, :, span] = key.view(self.num_requests, -1, heads, dim).transpose(1, 2)
         values[:, :, span] = value.view(self.num_requests, -1, heads, dim).transpose(1, 2)
+        return self.rows(layer)
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of an attention layer so far, [requests, kv_heads, slots so far, dim]."""
+        keys, values = self._keys[layer], self._values[layer]
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def mask(self, window: int) -> Tensor:

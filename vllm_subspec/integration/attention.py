@@ -188,6 +188,7 @@ class DraftContext:
 
 def draft_attention(
     layer: Any,
+    kv_cache: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -200,6 +201,7 @@ def draft_attention(
 
     Args:
         layer: vLLM's ``Attention``.
+        kv_cache: where the context's keys and values are, in the layout of the layer's own.
         query: [requests * m, heads * dim].
         key: [requests * m, kv_heads * dim].
         value: like ``key``.
@@ -216,7 +218,7 @@ def draft_attention(
     keys, values = scratch.append(index, key.view(kv_shape), value.view(kv_shape))
     out = tree_attention(
         query.view(scratch.num_requests, -1, impl.num_heads, impl.head_size),
-        *impl.cache_views(layer.kv_cache),
+        *impl.cache_views(kv_cache),
         context.block_tables[group],
         context.lengths,
         keys,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import (
@@ -102,6 +103,7 @@ class DraftRequest:
         num_context: positions before the root, all in the cache.
         max_depth: levels that may still be committed, >= 1.
         depth_cap: levels to verify at most, by the request's own option; ``None``: no cap.
+        tokens: int32 [>= num_context], the context's token ids first.
         output: tokens committed so far, the root included.
         generator: what a sampled request draws from, at the root's draw; ``None`` if greedy.
         block_tables: int32 [blocks] per KV cache group, the request's blocks in order.
@@ -113,6 +115,7 @@ class DraftRequest:
     num_context: int
     max_depth: int
     depth_cap: int | None
+    tokens: np.ndarray
     output: list[int]
     generator: torch.Generator | None
     block_tables: Sequence[torch.Tensor]
@@ -154,10 +157,11 @@ class Drafter:
         timeline: Timeline,
         waited_s: Callable[[], float],
         device: Device,
+        share_kv: bool,
     ) -> None:
         self._waited_s = waited_s
         self._device = device
-        self.forward = DraftForward(vllm_config, view, device)
+        self.forward = DraftForward(vllm_config, view, device, share_kv)
         self._pacings: dict[DraftPolicy, Pacing] = {}
         self.set_policy(policy)
         self._timeline = timeline
@@ -263,11 +267,13 @@ class Drafter:
         return self._waited_s() + self.counters.overlapped_draft_seconds
 
     def remembered(self) -> set[str]:
-        """Ids of the requests that a growth is kept for."""
-        return {request.req_id for request in self._growing.requests} if self._growing else set()
+        """Ids of the requests that a growth, or an own context, is kept for."""
+        growing = self._growing.requests if self._growing is not None else ()
+        return self.forward.remembered() | {request.req_id for request in growing}
 
     def forget(self, req_id: str) -> None:
         """A request is over: what was grown for it is of no use."""
+        self.forward.forget(req_id)
         if self._growing and any(r.req_id == req_id for r in self._growing.requests):
             self._drop_step()
             self._growing = None

@@ -181,11 +181,12 @@ class SubSpecOffloader(BaseOffloader):
         layer = self._layers[index]
         assert self._placement is not None
         if not self._placement.is_streamed(index):
-            layer.done = True  # resident: the draft uses the target's own weights
             for linear in layer.linears.values():
                 _move(linear, self._device.torch_device)
             self._resident_bytes += sum(linear.weight.nbytes for linear in layer.linears.values())
-            return
+            if self._bits(index) is None:
+                layer.done = True  # the draft uses the target's own weights
+                return
         for name, linear in layer.linears.items():
             method = ShadowedLinearMethod(
                 linear.quant_method,
@@ -298,7 +299,8 @@ class SubSpecOffloader(BaseOffloader):
     def _advance_progress(self, cached: bool) -> None:
         assert self._placement is not None
         if self._progress is None:
-            self._progress = tqdm(total=len(self._placement.streamed), desc="Shadow layers")
+            shadowed = sum(bits is not None for bits in self._placement.bits)
+            self._progress = tqdm(total=shadowed, desc="Shadow layers")
         self._progress.set_postfix_str("from cache" if cached else "quantised")
         self._progress.update()
 

@@ -96,7 +96,7 @@ def place_model(
     return plan(
         shape,
         budget,
-        kv_bytes,
+        kv_bytes if config.share_kv else 2 * kv_bytes,
         load_or_measure(spill_directory(config), vllm_config.model_config.dtype).throttled(
             config.emulate_link
         ),
@@ -113,6 +113,7 @@ def place_model(
         available_bits=available_bits(),
         speculate=config.speculate,
         post_speculation=config.post_speculation and ranks_of(vllm_config) == 1,
+        share_layers=config.share_layers,
     )
 
 
@@ -161,7 +162,10 @@ def _place_by_count(config: SubSpecConfig, vllm_config: VllmConfig, num_layers: 
         num_layers=num_layers,
         streamed=placement.streamed,
         num_slots=placement.num_slots,
-        bits=tuple(bits if placement.is_streamed(i) else None for i in range(num_layers)),
+        bits=tuple(
+            None if config.share_layers and not placement.is_streamed(i) else bits
+            for i in range(num_layers)
+        ),
         head_bits=HEAD_BITS if has_kernel else None,
     )
 

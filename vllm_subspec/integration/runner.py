@@ -72,6 +72,7 @@ class SubSpecRunnerMixin:
                 self.offloader.timeline,
                 self.offloader.waited_s,
                 self.fast_tier,
+                self.subspec_config.share_kv,
             )
             self.speculation = Speculation(drafter, self.max_model_len, device)
             self.offloader.while_waiting = drafter.extend

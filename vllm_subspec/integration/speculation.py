@@ -192,6 +192,7 @@ class Speculation:
             num_context=num_tokens - 1,
             max_depth=max_depth,
             depth_cap=options.depth,
+            tokens=batch.token_ids_cpu[row],
             output=output,
             generator=self._generator(state),
             block_tables=tables,

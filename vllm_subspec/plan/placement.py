@@ -54,8 +54,8 @@ class Placement:
         num_layers: decoder layers of the target.
         streamed: indices of the streamed layers, ascending; the others are resident.
         num_slots: fast-tier buffers, one streamed unit each.
-        bits: of each layer's shadow; None where it has none: it is resident, or nothing is drafted.
-            Empty in a placement by count.
+        bits: of each layer's shadow; None where it has none: drafts share a resident layer, or
+            nothing is drafted. Empty in a placement by count.
         head: whether the language model head is kept in full or streamed behind the layers.
         head_bits: of the head's shadow; None where it has none.
         tree: what is drafted; None without speculation or in a placement by count.

@@ -44,6 +44,7 @@ def plan(
     available_bits: tuple[int, ...] = (4, 6, 8),
     speculate: bool = True,
     post_speculation: bool = True,
+    share_layers: bool = True,
 ) -> Placement:
     """The placement with the most predicted tokens a second that fits; explicit values win.
 
@@ -64,6 +65,7 @@ def plan(
         available_bits: widths for which this machine has kernels.
         speculate: false streams without a draft, and needs no shadow.
         post_speculation: draft in the waits of a pass.
+        share_layers: false gives resident units a shadow too, for drafts of a model apart.
 
     Raises:
         BudgetError: no placement fits; it names the smallest budget and what eats it.
@@ -71,7 +73,7 @@ def plan(
     """
     wishes = Wishes(
         sequences, bits, resident_layers, slots, width, depth, max_nodes, node_limit,
-        available_bits, speculate, post_speculation,
+        available_bits, speculate, post_speculation, share_layers,
     )  # fmt: skip
     if sensitivity.num_layers != len(shape.layers):
         raise ConfigError(
@@ -173,6 +175,8 @@ class _Search:
 
     def _shadowed(self, frame: _Frame) -> list[int]:
         """Units with a shadow, by their index in the ladder."""
+        if not self._wishes.share_layers:
+            return list(range(len(self._shape.layers) + (self._shape.head is not None)))
         head = [len(self._shape.layers)] if frame.head_streamed else []
         return [*range(frame.num_streamed), *head]
 
@@ -195,7 +199,7 @@ class _Search:
 
     def _cycle(self, frame: _Frame, trees: Trees, kl: Values, shadows: Values) -> Cycle:
         work = self._work(frame)
-        full = work.weight_bytes - work.streamed_bytes
+        full = work.weight_bytes - work.streamed_bytes if self._wishes.share_layers else 0
         loss = LOSS_PER_ROOT_KL * np.sqrt(kl) + LOSS_FLOOR
         return decode_cycle(
             work, self._machine, trees, full + shadows, loss, self._wishes.post_speculation

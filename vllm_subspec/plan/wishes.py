@@ -36,6 +36,7 @@ class Wishes:
     available_bits: tuple[int, ...]
     speculate: bool
     post_speculation: bool
+    share_layers: bool
 
     def __post_init__(self) -> None:
         if self.sequences < 1:

@@ -95,10 +95,11 @@ class Question:
         )
         sensitivity = measured or Sensitivity.prior(len(shape.layers))
         budget_bytes = parse_budget(self.budget, device_memory_bytes())
+        kv_bytes = shape.kv_bytes_per_token * self.context * self.sequences
         placement = plan(
             shape,
             budget_bytes,
-            shape.kv_bytes_per_token * self.context * self.sequences,
+            kv_bytes if config.share_kv else 2 * kv_bytes,
             machine,
             sensitivity,
             sequences=self.sequences,
@@ -112,6 +113,7 @@ class Question:
             available_bits=available_bits() if config.speculate else _BITS,
             speculate=config.speculate,
             post_speculation=config.post_speculation,
+            share_layers=config.share_layers,
         )
         return Answer(
             self.model.resolve().name,
