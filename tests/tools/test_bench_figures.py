@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_subspec.tools.bench_figures import decode_run, figures, losses, spread
+from vllm_subspec.tools.bench_figures import decode_run, figures, losses, ratios, spread
 
 
 def answer(tokens: int, seconds: float, decode: float, steps: int, **counters: Any) -> Any:
@@ -16,6 +16,7 @@ def answer(tokens: int, seconds: float, decode: float, steps: int, **counters: A
         "seconds": seconds,
         "decode_seconds": decode,
         "decode_steps": steps,
+        "early_tokens": 0,
         "statistics": counters,
     }
 
@@ -44,9 +45,13 @@ SUBSPEC = {
     "answers": [
         answer(13, 4.0, 3.0, 4, **counters()),
         answer(9, 4.0, 3.0, 4, **counters(accepted_by_level=[4, 1, 1], drafted_by_level=[4, 4, 2])),
-    ]
+    ],
+    "joules": None,
 }
-PLAIN = {"answers": [answer(5, 5.0, 4.0, 4, target_passes=0, **{"stream_bytes_read": 0})]}
+PLAIN = {
+    "answers": [answer(5, 5.0, 4.0, 4, target_passes=0, **{"stream_bytes_read": 0})],
+    "joules": None,
+}
 
 
 def test_counters_add_up_by_item() -> None:
@@ -106,6 +111,32 @@ def test_no_share_is_negative_where_the_link_reads_on_in_between() -> None:
     assert sum(found.values()) == pytest.approx(1.0)
 
 
+def test_energy_is_of_all_new_tokens_and_absent_without_a_counter() -> None:
+    assert figures({**PLAIN, "joules": 20.0})["joules_per_token"] == 4.0
+    assert "joules_per_token" not in figures(PLAIN)
+
+
+def test_tokens_that_came_while_others_had_none_are_not_decoding() -> None:
+    batch = {"answers": [answer(5, 1.0, 1.0, 4), answer(5, 1.0, 1.0, 0)], "joules": None}
+    assert figures(batch)["acceptance_length"] == 2.0  # tokens a pass, over the batch
+    batch["answers"][0]["early_tokens"] = 1
+    assert figures(batch)["decode_tokens_per_s"] == 3.5
+
+
 def test_spread_over_repeats() -> None:
     told = spread([{"tau": 3.0, "levels": [1]}, {"tau": 1.0, "levels": [2]}, {"tau": 2.0}])
-    assert told == {"tau": {"median": 2.0, "min": 1.0, "max": 3.0}, "levels": [1]}
+    assert told["levels"] == [1]
+    # Student's t, two degrees of freedom: 4.303 standard errors of 1 / sqrt(3).
+    half = told["tau"].pop("ci95")
+    assert half == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    assert told["tau"] == {"mean": 2.0, "median": 2.0, "min": 1.0, "max": 3.0}
+    assert spread([{"tau": 3.0}])["tau"]["ci95"] is None
+
+
+def test_ratios_are_of_rounds() -> None:
+    fast, slow = (
+        [{"tokens_per_s": v, "decode_tokens_per_s": v} for v in values]
+        for values in ((4.0, 2.0), (2.0, 1.0))
+    )
+    found = ratios(fast, slow)["speedup"]
+    assert (found["mean"], found["ci95"]) == (2.0, 0.0)  # a slow round was slow for both

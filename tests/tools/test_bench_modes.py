@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vllm_subspec.config import SubSpecConfig
 from vllm_subspec.errors import BudgetError, ConfigError, DependencyError
+from vllm_subspec.plan.machine import DEFAULT
 from vllm_subspec.tools import bench_modes
-from vllm_subspec.tools.bench_command import read_prompts
+from vllm_subspec.tools.bench_command import parse_temperatures, read_prompts
 from vllm_subspec.tools.bench_modes import (
+    GROUPS,
     MODES,
     Workload,
+    best_batch,
     check_options,
     engine_arguments,
     parse_modes,
@@ -87,14 +93,14 @@ def test_methods_of_vllm_run_over_our_stream(name: str, work: Workload) -> None:
 
 
 def test_a_draft_model_pays_for_itself_out_of_the_budget(work: Workload) -> None:
-    found = engine_arguments(MODES["draft_model"], work)
+    found = engine_arguments(MODES["leviathan"], work)
     assert found["speculative_config"]["model"] == str(work.draft_model)
     assert found["kv_cache_memory_bytes"] == 2 * KV
     weights = 2 * (LAYERS * 4 * HIDDEN + VOCABULARY * HIDDEN)
     assert found["additional_config"]["subspec"]["memory_budget"] == 10**6 - weights - KV
     poor = Workload(work.model, KV, ("hello",), 16, draft_model=work.draft_model)
     with pytest.raises(BudgetError, match="leaves the target none"):
-        engine_arguments(MODES["draft_model"], poor)
+        engine_arguments(MODES["leviathan"], poor)
 
 
 def test_vllm_alone_knows_nothing_of_us(work: Workload) -> None:
@@ -102,16 +108,61 @@ def test_vllm_alone_knows_nothing_of_us(work: Workload) -> None:
     assert not {"speculative_config", "additional_config"} & found.keys()
 
 
+def test_the_ladder_adds_one_piece_a_rung(work: Workload) -> None:
+    rungs = [engine_arguments(MODES[name], work)["speculative_config"] for name in GROUPS["ladder"]]
+    configs = []
+    for options in rungs[1:]:
+        del options["method"]
+        configs.append(SubSpecConfig(**options).to_options())
+    changes = [
+        {name for name in after if before[name] != after[name]}
+        for before, after in pairwise(configs)
+    ]
+    pieces = [
+        "share_layers", "share_kv", "width", "draft_temperature", "noise_coupling",
+        "post_speculation", "bits",
+    ]  # fmt: skip
+    assert changes[:-1] == [{piece} for piece in pieces]
+    assert changes[-1] == {"width", "depth"}  # subspec itself: the plan's, tuned live
+    assert configs[-1] == SubSpecConfig(memory_budget=10**6, slots=2).to_options()
+
+
+def test_the_best_batch_is_where_computing_catches_up_with_the_link(work: Workload) -> None:
+    # A pass streams what is not resident at 1 GB/s and computes 2 products a weight and row.
+    fast, slow = (
+        replace(work, budget_bytes=10**9, machine=replace(DEFAULT, target_flops_per_s=flops))
+        for flops in (1e12, 1e4)
+    )
+    assert best_batch(fast) == 64
+    assert best_batch(slow) == 1
+    poor = replace(fast, budget_bytes=KV * 4)
+    assert best_batch(poor) == 4  # the KV cache of 8 does not fit
+    with pytest.raises(BudgetError):
+        best_batch(replace(fast, budget_bytes=10))
+    several = engine_arguments(MODES["flexgen"], fast, 2)
+    assert several["max_num_seqs"] == 2
+    assert several["kv_cache_memory_bytes"] == 64 * 128 * (2 * 8 + 1)
+
+
+def test_temperatures() -> None:
+    assert parse_temperatures("0,0.6") == (0.0, 0.6)
+    for text in ("", "warm", "0,0", "-1", "nan"):
+        with pytest.raises(ConfigError, match="--temperatures"):
+            parse_temperatures(text)
+
+
 def test_names_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [mode.name for mode in parse_modes("plain, subspec", None)] == ["plain", "subspec"]
     for text, part in (
         ("plain,eagle", "'eagle' is unknown; the modes are plain, subspec"),
         ("plain,plain", "names a mode twice"),
-        ("draft_model", "--draft-model"),
+        ("plain,peers", "--draft-model"),
         ("", "'' is unknown"),
     ):
         with pytest.raises(ConfigError, match=part):
             parse_modes(text, None)
+    both = parse_modes("ladder,peers", Path("draft"))
+    assert len(both) == len({*GROUPS["ladder"], *GROUPS["peers"]})
     monkeypatch.setattr(bench_modes.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match="install arctic-inference"):
         parse_modes("plain,suffix", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Request:
     options: str
     json_file: Path | None
     timeline: Path | None
+    temperatures: str = "0"
+    again: bool = False
 
     def bench(self) -> Bench:
         """What it asks for.
@@ -59,8 +61,9 @@ class Request:
             max_model_len=self.max_model_len,
             options=options,
             draft_model=self.draft_model,
+            temperatures=parse_temperatures(self.temperatures),
         )
-        return Bench(work, modes, self.repeats, self.timeline is not None)
+        return Bench(work, modes, self.repeats, self.timeline is not None, self.again)
 
 
 def run_and_report(request: Request, say: Say) -> bool:
@@ -77,11 +80,14 @@ def run_and_report(request: Request, say: Say) -> bool:
     spills = Path(bench.work.options.get("stream_dir") or envs.cache_dir() / "spill")
     machine = measure_anew(spills, served_dtype(request.model))
     say(f"  link {machine.link_bytes_per_s / 1e9:.2f} GB/s")
-    report = bench.run(say) | {"provenance": provenance(command_line)}
-    report["machine"] = machine.to_json()
-    recorded = report.pop("timeline", None)
-    if request.json_file is not None:
-        request.json_file.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    bench = replace(bench, work=replace(bench.work, machine=machine))
+    about = {"provenance": provenance(command_line), "machine": machine.to_json()}
+    report: dict[str, Any] = {}
+    for report in bench.rounds(say):
+        report |= about
+        recorded = report.pop("timeline", None)
+        if request.json_file is not None:  # a round's work outlives what ends the next one
+            request.json_file.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     say("\n" + render(report))
     if request.timeline is not None and recorded is not None:
         cycle = typical_cycle([Span(*span) for span in recorded["spans"]], recorded["steps"])
@@ -103,6 +109,21 @@ def parse_options(text: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ConfigError(f"--options {text!r} is no JSON object")
     return parsed
+
+
+def parse_temperatures(text: str) -> tuple[float, ...]:
+    """The temperatures of ``--temperatures``, in the order given.
+
+    Raises:
+        ConfigError: no numbers from 0 to 2, or one twice.
+    """
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--temperatures {text!r}: {error}; write 0,0.6") from error
+    if len(set(found)) < len(found) or not all(0 <= t <= 2 for t in found):
+        raise ConfigError(f"--temperatures {text!r}: name each once, from 0 (greedy) to 2")
+    return found
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
-"""From answers and counters to the benchmark's figures: pure arithmetic on a worker's result."""
+"""From answers and counters to the benchmark's figures: pure arithmetic on a worker's run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
+
+from scipy.stats import t
 
 from vllm_subspec.plan import Placement
 from vllm_subspec.statistics import Statistics, total
@@ -25,22 +27,25 @@ def decode_run(result: Mapping[str, Any]) -> Run:
 
 
 def figures(result: Mapping[str, Any]) -> Figures:
-    """What one worker's result says; times of decode steps, each prompt's own pass left out.
+    """What one worker's run says; times of decode steps, each prompt's own pass left out.
 
     ``tokens_per_s`` alone is of whole requests, the prompts' passes included. ``bound_share`` is
     the share of tau * link bandwidth / streamed bytes that was reached, ``draft_steps_in_passes``
-    the share of draft steps that ran in a pass's waits. Keys that a mode has no counter for are
+    the share of draft steps that ran in a pass's waits, ``joules_per_token`` of whole requests, by
+    all that the machine did meanwhile. Keys that a mode has no counter for are
     absent.
     """
     run, answers = decode_run(result), result["answers"]
     steps = sum(answer["decode_steps"] for answer in answers)
-    decoded = run.new_tokens - len(answers)
+    decoded = run.new_tokens - sum(1 + answer["early_tokens"] for answer in answers)
     found: Figures = {
         "tokens_per_s": run.new_tokens / sum(answer["seconds"] for answer in answers),
         "decode_tokens_per_s": decoded / run.seconds,
         "acceptance_length": decoded / steps,
         "cycle_ms": 1e3 * run.seconds / steps,
     }
+    if result["joules"] is not None:
+        found["joules_per_token"] = result["joules"] / run.new_tokens
     if run.statistics.get("target_passes"):
         found |= speculation_figures(run)
         counted = Statistics.from_report(run.statistics)
@@ -90,12 +95,34 @@ def slot_bytes(placement: Placement) -> int:
 
 
 def spread(repeats: Sequence[Figures]) -> dict[str, Any]:
-    """Each figure's median, least and greatest over the repeats; lists are the first repeat's."""
+    """Each figure over the repeats (see ``summary``); lists are the first repeat's."""
     return {
-        name: value if isinstance(value, list) else _spread([figures[name] for figures in repeats])
+        name: value if isinstance(value, list) else summary([figures[name] for figures in repeats])
         for name, value in repeats[0].items()
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}
+def ratios(mode: Sequence[Figures], reference: Sequence[Figures]) -> dict[str, Any]:
+    """Speed over that of another mode, round by round: what slows a whole round cancels out."""
+    return {
+        name: summary([a[figure] / b[figure] for a, b in zip(mode, reference, strict=True)])
+        for name, figure in (
+            ("speedup", "tokens_per_s"),
+            ("decode_speedup", "decode_tokens_per_s"),
+        )
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, median, least and greatest, and ``ci95``: half the width of the mean's 95 % interval
+    (Student's t over the values, one a round), ``None`` of a single one."""
+    half = None
+    if len(values) > 1:
+        half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+    return {
+        "mean": mean(values),
+        "ci95": half,
+        "median": median(values),
+        "min": min(values),
+        "max": max(values),
+    }

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_subspec.tools.audit import Divergence, audit
+from vllm_subspec.tools.audit import Divergence, Noise, audit
 
 Answers = Sequence[Mapping[str, Any]]
 _Ids = tuple[tuple[int, ...], ...]
@@ -29,11 +29,13 @@ class Gate:
     Args:
         model: folder of the target.
         reference: mode whose first answers are the truth.
+        noise: that the answers were sampled by; none for greedy ones.
     """
 
-    def __init__(self, model: Path, reference: str) -> None:
+    def __init__(self, model: Path, reference: str, noise: Noise | None = None) -> None:
         self._model = model
         self._reference = reference
+        self._noise = noise
         self._exact = json.loads((model / "config.json").read_text()).get("dtype") == "float32"
         self._prompts: list[list[int]] = []
         self._truth: _Ids = ()
@@ -62,7 +64,7 @@ class Gate:
             if (mode, ids) in self._seen:
                 continue  # the same answers again: their divergences are counted already
             self._seen.add((mode, ids))
-            divergences = audit(self._model, self._prompts, self._truth, ids)
+            divergences = audit(self._model, self._prompts, self._truth, ids, self._noise)
             wrong = [d for d in divergences if self._exact or not d.is_near_tie]
             found.divergences += divergences
             found.wrong += len(wrong)

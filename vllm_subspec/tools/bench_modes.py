@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_subspec.config import SubSpecConfig
+import numpy as np
+
+from vllm_subspec.config import PRESETS, SubSpecConfig
 from vllm_subspec.errors import BudgetError, ConfigError, DependencyError
+from vllm_subspec.plan import MachineFigures, Sensitivity, plan
+from vllm_subspec.plan.cycle import Work, compute_s
+from vllm_subspec.plan.machine import DEFAULT
 from vllm_subspec.plan.shapes import ModelShape
 
 _CHAIN_DRAFTS = 16
@@ -17,6 +22,8 @@ _CHAIN_DRAFTS = 16
 for 17, so short chains would make them look worse than they are; past 16 they accept no more."""
 _DRAFT_MODEL_DRAFTS = 8
 _BLOCK_TOKENS = 128  # vLLM's CPU block
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_WORTH_DOUBLING = 1.05  # where a batch of twice the size makes less more, it only waits longer
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,8 @@ class Mode:
         options: SubSpec's own options that make the mode what it is.
         method: vLLM's speculative method over our stream, if it is one of vLLM's.
         streams: whether SubSpec is there at all.
+        batched: ask as many at once as make the most tokens a second, not one.
+        sampled_only: differs from the mode before it where requests are sampled only.
     """
 
     name: str
@@ -36,12 +45,43 @@ class Mode:
     options: Mapping[str, Any] = field(default_factory=dict)
     method: Mapping[str, Any] | None = None
     streams: bool = True
+    batched: bool = False
+    sampled_only: bool = False
+
+    def temperatures(self, asked: Sequence[float]) -> list[float]:
+        """Those of ``asked`` at which there is something to see."""
+        return [t for t in asked if t or not self.sampled_only]
+
+
+_PLAIN = {"speculate": False}
+# What makes a peer's tree ours is left out of it: bits where they pay, noise, drafting in a pass.
+_PEER = {"bits": 4, "noise_coupling": False, "post_speculation": False}
+# MXFP4 has no CPU kernel. Integers with a zero point in groups of 64 draft better than it does.
+_APART = {**PRESETS["mlspecqd"], "bits": 4, "group_size": 64}
+_PIECES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("+layers", "and drafts through resident layers", {"share_layers": True}),
+    ("+kv", "and over the target's keys and values", {"share_kv": True}),
+    ("+tree", "and a tree, 4 wide", {"width": 4}),
+    ("+sharpening", "and sharpened, T_d 0.2", {"draft_temperature": 0.2}),
+    ("+coupling", "and with the target's noise; sampled only", {"noise_coupling": True}),
+    ("+overlap", "and drafts during the pass", {"post_speculation": True}),
+    ("+bits", "and bits where they pay", {"bits": "auto"}),
+)
+
+
+def _ladder() -> Iterator[Mode]:
+    """One piece of SubSpec more from mode to mode, from a model apart on; trees of 16 levels.
+
+    What is left to ``subspec`` after the last: width and depth as planned, depth tuned live.
+    """
+    options = dict(_APART)
+    for name, meaning, piece in _PIECES:
+        options |= piece
+        yield Mode(name, meaning, dict(options), sampled_only=name == "+coupling")
 
 
 _ALL = (
-    Mode(
-        "plain", "streaming, nothing drafted, the whole budget to residents", {"speculate": False}
-    ),
+    Mode("plain", "streaming, nothing drafted, the whole budget to residents", _PLAIN),
     Mode("subspec", "all that SubSpec does, as the plan chose"),
     Mode("chain", "SubSpec with one node a level", {"width": 1}),
     Mode("subspec-4bit", "SubSpec with every shadow at 4 bits", {"bits": 4}),
@@ -50,7 +90,7 @@ _ALL = (
     Mode(
         "ngram",
         "vLLM's n-gram method over our stream",
-        {"speculate": False},
+        _PLAIN,
         {
             "method": "ngram",
             "num_speculative_tokens": _CHAIN_DRAFTS,
@@ -58,21 +98,42 @@ _ALL = (
             "prompt_lookup_min": 1,
         },
     ),
+    Mode("suffix", "vLLM's suffix decoding over our stream", _PLAIN, {"method": "suffix"}),
+    Mode("vllm", "vLLM as it is, every weight in memory; does not fit, is killed", streams=False),
     Mode(
-        "suffix",
-        "vLLM's suffix decoding over our stream",
-        {"speculate": False},
-        {"method": "suffix"},
+        "flexgen",
+        "FlexGen's way: plain streaming at the batch that the plan finds best, all of it counted",
+        _PLAIN,
+        batched=True,
     ),
     Mode(
-        "draft_model",
-        "vLLM's draft model method over our stream",
-        {"speculate": False},
+        "leviathan",
+        "a small draft model apart: vLLM's draft model method over our stream",
+        _PLAIN,
         {"method": "draft_model", "num_speculative_tokens": _DRAFT_MODEL_DRAFTS},
     ),
-    Mode("vllm", "vLLM as it is, every weight in memory; does not fit, is killed", streams=False),
+    Mode(
+        "mlspecqd",
+        "ML-SpecQD's: a chain of 16 by a 4-bit model apart, own layers and KV; integers for MXFP4",
+        _APART,
+    ),
+    Mode(
+        "specinfer",
+        "SpecInfer's tree, 8x6, not sharpened; our 4-bit shadow for its small model",
+        {**PRESETS["specinfer"], **_PEER},
+    ),
+    Mode(
+        "specexec",
+        "SpecExec's, the best 64 of 16x16, not sharpened; our 4-bit shadow for its small model",
+        {**PRESETS["specexec"], **_PEER},
+    ),
+    *_ladder(),
 )
 MODES: Mapping[str, Mode] = {mode.name: mode for mode in _ALL}
+GROUPS: Mapping[str, Sequence[str]] = {
+    "peers": ("plain", "flexgen", "leviathan", "mlspecqd", "specinfer", "specexec", "subspec"),
+    "ladder": ("plain", "mlspecqd", *(name for name, _, _ in _PIECES), "subspec"),
+}
 
 
 @dataclass(frozen=True)
@@ -82,11 +143,13 @@ class Workload:
     Attributes:
         model: folder of the target.
         budget_bytes: SubSpec's ``memory_budget``, the same for all modes.
-        prompts: user messages, asked one after another (batch 1, greedy, end of text ignored).
+        prompts: user messages, asked one after another, end of text ignored.
         max_tokens: new tokens for each.
         max_model_len: positions that the KV cache holds.
         options: SubSpec options of every mode.
-        draft_model: folder of the draft model of mode ``draft_model``.
+        draft_model: folder of the draft model of mode ``leviathan``.
+        temperatures: at which all prompts are asked; 0 is greedy.
+        machine: by which the best batch is found.
     """
 
     model: Path
@@ -96,23 +159,29 @@ class Workload:
     max_model_len: int = 1024
     options: Mapping[str, Any] = field(default_factory=dict)
     draft_model: Path | None = None
+    temperatures: tuple[float, ...] = (0.0,)
+    machine: MachineFigures = DEFAULT
 
 
 def parse_modes(text: str, draft_model: Path | None) -> list[Mode]:
-    """The modes of ``--modes``, in the order given.
+    """The modes of ``--modes``, in the order given; those of groups that overlap come once.
 
     Raises:
-        ConfigError: an unknown mode, one given twice, or no draft model for ``draft_model``.
+        ConfigError: an unknown mode, one given twice, or no draft model for ``leviathan``.
         DependencyError: suffix decoding without the package that it needs.
     """
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in MODES:
-            raise ConfigError(f"mode {name!r} is unknown; the modes are {', '.join(MODES)}")
-    if len(set(names)) < len(names):
+    given = [name.strip() for name in text.split(",")]
+    for name in given:
+        if name not in MODES and name not in GROUPS:
+            raise ConfigError(
+                f"mode {name!r} is unknown; the modes are {', '.join(MODES)}; groups of them are "
+                f"{', '.join(GROUPS)}"
+            )
+    if len(set(given)) < len(given):
         raise ConfigError(f"--modes {text} names a mode twice; name each once")
-    if "draft_model" in names and draft_model is None:
-        raise ConfigError("mode 'draft_model' needs a draft: add --draft-model FOLDER")
+    names = list(dict.fromkeys(each for name in given for each in GROUPS.get(name, (name,))))
+    if "leviathan" in names and draft_model is None:
+        raise ConfigError("mode 'leviathan' needs a draft: add --draft-model FOLDER")
     if "suffix" in names and importlib.util.find_spec("arctic_inference") is None:
         raise DependencyError(
             "mode 'suffix' is vLLM's suffix decoding, which needs the package arctic-inference: "
@@ -138,18 +207,18 @@ def check_options(modes: Sequence[Mode], options: Mapping[str, Any]) -> None:
         SubSpecConfig(**{**options, **mode.options})
 
 
-def engine_arguments(mode: Mode, work: Workload) -> dict[str, Any]:
-    """Keyword arguments of vLLM's ``LLM`` for one mode.
+def engine_arguments(mode: Mode, work: Workload, batch: int = 1) -> dict[str, Any]:
+    """Keyword arguments of vLLM's ``LLM`` for one mode, with ``batch`` requests at once.
 
     Raises:
         BudgetError: the draft model alone takes the whole budget.
     """
     target = ModelShape.read(work.model)
-    kv_bytes = _kv_bytes(target, work)
+    kv_bytes = _kv_bytes(target, work, batch)
     arguments: dict[str, Any] = {
         "model": str(work.model),
         "max_model_len": work.max_model_len,
-        "max_num_seqs": 1,
+        "max_num_seqs": batch,
         "enforce_eager": True,
         # A prefix that the warm-up left in the cache would make one prompt's answer cheaper.
         "enable_prefix_caching": False,
@@ -161,7 +230,7 @@ def engine_arguments(mode: Mode, work: Workload) -> dict[str, Any]:
     if mode.method is None:
         return arguments | {"speculative_config": {"method": "subspec", **subspec}}
     method = dict(mode.method)
-    if mode.name == "draft_model":
+    if method["method"] == "draft_model":
         assert work.draft_model is not None
         method["model"] = str(work.draft_model)
         draft = ModelShape.read(work.draft_model)
@@ -171,9 +240,46 @@ def engine_arguments(mode: Mode, work: Workload) -> dict[str, Any]:
     return arguments | {"speculative_config": method, "additional_config": {"subspec": subspec}}
 
 
-def _kv_bytes(shape: ModelShape, work: Workload) -> int:
-    """KV cache for one sequence, in whole blocks, and the block that vLLM keeps for itself."""
-    blocks = -(-work.max_model_len // _BLOCK_TOKENS) + 1
+def best_batch(work: Workload) -> int:
+    """Requests at once with the most predicted tokens a second by plain streaming: one pass serves
+    all, but their KV cache takes the place of resident layers, and their rows are computed.
+
+    Raises:
+        BudgetError: not even one fits.
+    """
+    shape = ModelShape.read(work.model)
+    units = [*shape.layers, *([shape.head] if shape.head else [])]
+    machine = work.machine.throttled(work.options.get("emulate_link"))
+    best, fastest = 1, 0.0
+    for batch in _BATCHES:
+        try:
+            placement = plan(
+                shape,
+                work.budget_bytes,
+                _kv_bytes(shape, work, batch),
+                machine,
+                Sensitivity.prior(len(shape.layers)),
+                sequences=batch,
+                speculate=False,
+            )
+        except BudgetError:
+            if batch == 1:
+                raise
+            break
+        streamed = placement.prediction.streamed_bytes
+        weights = sum(unit.num_weights for unit in units)
+        nbytes = sum(unit.weight_bytes for unit in units)
+        whole = Work(len(shape.layers), streamed, 0, weights, nbytes, 0.0)
+        computing = float(compute_s(whole, machine, np.array(float(batch))))
+        rate = batch / max(streamed / machine.link_bytes_per_s, computing)
+        if rate > _WORTH_DOUBLING * fastest:
+            best, fastest = batch, rate
+    return best
+
+
+def _kv_bytes(shape: ModelShape, work: Workload, sequences: int = 1) -> int:
+    """KV cache for so many sequences, in whole blocks, and the block that vLLM keeps for itself."""
+    blocks = -(-work.max_model_len // _BLOCK_TOKENS) * sequences + 1
     return blocks * _BLOCK_TOKENS * shape.kv_bytes_per_token
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 from vllm_subspec.plan import Placement
 
-_Spread = Mapping[str, float]
+_Spread = Mapping[str, Any]
+PUBLISHED_ROUNDS = 5
+"""A figure of fewer says so."""
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tokens_per_s", "tokens/s", lambda v: f"{v:.2f}"),
+    ("speedup", "over plain", lambda v: f"{v:.2f}"),
     ("decode_tokens_per_s", "decoding", lambda v: f"{v:.2f}"),
     ("acceptance_length", "tau", lambda v: f"{v:.2f}"),
     ("levels_per_pass", "depth", lambda v: f"{v:.1f}"),
@@ -22,6 +25,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("link_bandwidth", "link, GB/s", lambda v: f"{v / 1e9:.2f}"),
     ("link_utilization", "link busy", lambda v: f"{v:.0%}"),
     ("bound_share", "of the bound", lambda v: f"{v:.0%}"),
+    ("joules_per_token", "J/token, whole machine", lambda v: f"{v:.2f}"),
 )
 _LOSSES = {
     "link_needed": "the link reads what passes need: the bound itself",
@@ -38,10 +42,14 @@ def render(report: Mapping[str, Any]) -> str:
     if not report["gate"]["passed"]:
         return "\n".join([*lines, "", "The gate is red, so no speed is told."])
     modes = report["modes"]
-    lines += ["", *_speeds(modes), "", *_memory(modes), ""]
-    for name, told in modes.items():
-        if "losses" in told:
-            lines += [f"{name}: where the decode time goes", "", *_lost(told["losses"]), ""]
+    lines += ["", *_speeds(modes), ""]
+    if report["no_energy"]:
+        lines += [f"Energy: no counter readable: {report['no_energy']}", ""]
+    lines += [*_noise_floor(report.get("noise_floor", {})), *_memory(modes), ""]
+    lines += [
+        *_lost({name: told["losses"] for name, told in modes.items() if "losses" in told}),
+        "",
+    ]
     for name, told in modes.items():
         if "measured_over_predicted" in told:
             plan = told["placement"]["prediction"]
@@ -74,9 +82,13 @@ def _workload(report: Mapping[str, Any]) -> str:
     work = report["workload"]
     text = (
         f"{work['model']}, budget {gib(report['budget_bytes'])}, {work['prompts']} prompts, "
-        f"{work['max_tokens']} new tokens each, greedy, batch 1, {work['repeats']} rounds; medians "
-        f"[least, greatest]"
+        f"{work['max_tokens']} new tokens each, greedy where no temperature T is named, one at a "
+        f"time where no batch is; {work['repeats']} rounds"
     )
+    if work["repeats"] > 1:
+        text += ", means ± half of their 95 % intervals (Student's t over the rounds)"
+    if work["repeats"] < PUBLISHED_ROUNDS:
+        text += f"; FEWER ROUNDS THAN THE {PUBLISHED_ROUNDS} OF A PUBLISHED FIGURE"
     emulated = work["options"].get("emulate_link")
     return text if emulated is None else f"{text}; EMULATED LINK of {emulated / 1e9:.2f} GB/s"
 
@@ -90,20 +102,38 @@ def _gate(gate: Mapping[str, Any]) -> list[str]:
 
 
 def _speeds(modes: Mapping[str, Any]) -> list[str]:
+    columns = [c for c in _COLUMNS if any(c[0] in told for told in modes.values())]
     rows = [
-        [name, told["killed"], *["-"] * (len(_COLUMNS) - 1)]
+        [name, told["killed"], *["-"] * (len(columns) - 1)]
         if "killed" in told
-        else [name, *[_cell(told.get(key), show) for key, _, show in _COLUMNS]]
+        else [_named(name, told), *[_cell(told.get(key), show) for key, _, show in columns]]
         for name, told in modes.items()
     ]
-    return table(["mode", *[title for _, title, _ in _COLUMNS]], rows)
+    return table(["mode", *[title for _, title, _ in columns]], rows)
+
+
+def _named(name: str, told: Mapping[str, Any]) -> str:
+    return name if told["batch"] == 1 else f"{name}, batch {told['batch']}"
 
 
 def _cell(value: _Spread | None, show: Callable[[float], str]) -> str:
     if value is None:
         return "-"
-    middle, least, greatest = (show(value[key]) for key in ("median", "min", "max"))
-    return middle if least == greatest else f"{middle} [{least}, {greatest}]"
+    middle = show(value["mean"])
+    return middle if value["ci95"] is None else f"{middle} ± {show(value['ci95'])}"
+
+
+def _noise_floor(floors: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, ratios in floors.items():
+        found = ratios["speedup"]
+        farthest = max(abs(found["min"] - 1), abs(found["max"] - 1))
+        lines += [
+            f"Noise floor: {name} again over itself {_cell(found, lambda v: f'{v:.3f}')}, farthest "
+            f"round {farthest:.1%} off: smaller differences between modes say nothing",
+            "",
+        ]
+    return lines
 
 
 def _memory(modes: Mapping[str, Any]) -> list[str]:
@@ -141,9 +171,10 @@ def describe_placement(placement: Placement) -> str:
     return ", ".join(parts)
 
 
-def _lost(losses: Mapping[str, _Spread]) -> list[str]:
+def _lost(losses: Mapping[str, Mapping[str, _Spread]]) -> list[str]:
+    """Where the decode time goes, as seen from the link."""
     rows = [
-        [_LOSSES[name], _cell(share, lambda value: f"{value:.1%}")]
-        for name, share in losses.items()
+        [mode, *[_cell(shares[name], lambda value: f"{value:.1%}") for name in _LOSSES]]
+        for mode, shares in losses.items()
     ]
-    return table(["time", "share"], rows)
+    return table(["of the decode time", *_LOSSES.values()], rows) if rows else []

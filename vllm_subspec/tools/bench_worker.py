@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_subspec.statistics import growth
+from vllm_subspec.tools.energy import EnergyMeter
 
 _WARM_UP_TOKENS = 8
 _STATISTICS = "subspec_statistics"
@@ -35,6 +36,9 @@ class Job:
         max_tokens: new tokens for each, end of text ignored.
         timeline: record one more answer's spans, after those that are timed.
         procs: file of the memory group to join before anything is loaded; ``None`` for none.
+        temperatures: at which all prompts are asked, in turn; those sampled have their index for
+            a seed.
+        batch: how many are asked together; the prompts are repeated to fill the last batch.
     """
 
     arguments: dict[str, Any]
@@ -43,11 +47,13 @@ class Job:
     max_tokens: int
     timeline: bool
     procs: str | None
+    temperatures: Sequence[float] = (0.0,)
+    batch: int = 1
 
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """One greedy answer, timed where the engine runs.
+    """One answer, timed where the engine runs. What took the time of several has its share of it.
 
     Attributes:
         prompt: token ids, chat template included.
@@ -55,9 +61,11 @@ class TimedAnswer:
         seconds: from the request to its end.
         decode_seconds: from the first token to the end, and the draft that followed the first
             token, which is the work of the first decode step.
-        decode_steps: engine steps after the first token.
-        statistics: what SubSpec's counters grew by in that time; empty without SubSpec.
+        decode_steps: engine steps after the first token; a batch's first answer has them all.
+        statistics: what SubSpec's counters grew by in that time, likewise; empty without SubSpec.
         steps: start and end of each decode step, seconds of ``time.monotonic``.
+        early_tokens: of the batch's tokens, those that came before each request had its first one,
+            beside these.
     """
 
     prompt: list[int]
@@ -67,10 +75,11 @@ class TimedAnswer:
     decode_steps: int
     statistics: dict[str, Any]
     steps: list[tuple[float, float]]
+    early_tokens: int = 0
 
 
 class _Engine:
-    """vLLM in this process, one request at a time."""
+    """vLLM in this process, one batch of requests at a time."""
 
     def __init__(self, job: Job) -> None:
         from vllm_subspec.integration.offline import LLM, SamplingParams
@@ -89,40 +98,57 @@ class _Engine:
         placement: dict[str, Any] | None = self.rpc(_PLACEMENT) if self._streams else None
         return placement
 
-    def ask(self, prompt: str, max_tokens: int) -> TimedAnswer:
-        """One answer; the counters are read before and after decoding, not during."""
-        ids = self._llm.get_tokenizer().apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
-        )
-        params = self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        engine, before = self._llm.llm_engine, self._counters()
-        self._num_requests += 1
+    def ask(
+        self, prompts: Sequence[str], max_tokens: int, temperature: float, seeds: Sequence[int]
+    ) -> list[TimedAnswer]:
+        """All at once; the counters are read before and after decoding, not during."""
+        tokenizer, engine = self._llm.get_tokenizer(), self._llm.llm_engine
+        before = self._counters()
+        asked = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+            )
+            for prompt in prompts
+        ]
         began = time.monotonic()
-        engine.add_request(str(self._num_requests), {"prompt_token_ids": list(ids)}, params)
-        tokens = self._step_until_output()
+        ids = []
+        for prompt, seed in zip(asked, seeds, strict=True):
+            self._num_requests += 1
+            ids.append(str(self._num_requests))
+            params = self._params(
+                temperature=temperature,
+                seed=seed if temperature else None,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+            )
+            engine.add_request(ids[-1], {"prompt_token_ids": list(prompt)}, params)
+        tokens: dict[str, list[int]] = {}
+        while len(tokens) < len(ids):
+            tokens |= _tokens(engine.step())
         first = time.monotonic()
         middle = self._counters()
+        early = sum(map(len, tokens.values())) - len(ids)  # a batch's prompts may take turns
         steps = []
         while engine.has_unfinished_requests():
             start = time.monotonic()
-            tokens = _tokens(engine.step()) or tokens
+            tokens |= _tokens(engine.step())
             steps.append((start, time.monotonic()))
         ended = time.monotonic()
         drafted = middle.get("draft_seconds", 0.0) - before.get("draft_seconds", 0.0)
-        return TimedAnswer(
-            prompt=list(ids),
-            tokens=tokens,
-            seconds=ended - began,
-            decode_seconds=ended - first + drafted,
-            decode_steps=len(steps),
-            statistics=_decode_growth(before, middle, self._counters()),
-            steps=steps,
-        )
-
-    def _step_until_output(self) -> list[int]:
-        while not (tokens := _tokens(self._llm.llm_engine.step())):
-            pass
-        return tokens
+        grown = _decode_growth(before, middle, self._counters())
+        return [
+            TimedAnswer(
+                prompt=list(prompt),
+                tokens=tokens[id_],
+                seconds=(ended - began) / len(ids),
+                decode_seconds=(ended - first + drafted) / len(ids),
+                decode_steps=0 if index else len(steps),
+                statistics={} if index else grown,
+                steps=[] if index else steps,
+                early_tokens=0 if index else early,
+            )
+            for index, (id_, prompt) in enumerate(zip(ids, asked, strict=True))
+        ]
 
     def _counters(self) -> dict[str, Any]:
         counters: dict[str, Any] = self.rpc(_STATISTICS) if self._streams else {}
@@ -137,22 +163,43 @@ def _decode_growth(
     return growth(first, after) | {name: drafts[name] for name in _DRAFTS if name in drafts}
 
 
-def _tokens(outputs: Sequence[Any]) -> list[int]:
-    """All tokens so far of the one request that runs; none before its first."""
-    return [token for output in outputs for token in output.outputs[0].token_ids]
+def _tokens(outputs: Sequence[Any]) -> dict[str, list[int]]:
+    """By request, all tokens so far; those without a first one are left out."""
+    told = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+    return {id_: tokens for id_, tokens in told.items() if tokens}
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Load, warm up, answer every prompt; JSON-serialisable."""
-    engine = _Engine(job)
-    engine.ask(job.prompts[0], _WARM_UP_TOKENS)
-    answers = [engine.ask(prompt, job.max_tokens) for prompt in job.prompts]
-    result = {"answers": [asdict(answer) for answer in answers], "placement": engine.placement()}
+    """Load, warm up, answer every prompt at every temperature; JSON-serialisable."""
+    engine, meter = _Engine(job), EnergyMeter()
+    engine.ask(job.prompts[:1], _WARM_UP_TOKENS, 0.0, [0])
+    result = {
+        "runs": [_answer_all(engine, meter, job, t) for t in job.temperatures],
+        "placement": engine.placement(),
+        "no_energy": meter.why_not,
+    }
     if job.timeline:
         engine.rpc(_TIMELINE, _TIMELINE_S)
-        shown = engine.ask(job.prompts[0], job.max_tokens)
+        [shown] = engine.ask(job.prompts[:1], job.max_tokens, 0.0, [0])
         result["timeline"] = {"spans": engine.rpc(_TIMELINE, None), "steps": shown.steps}
     return result
+
+
+def _answer_all(
+    engine: _Engine, meter: EnergyMeter, job: Job, temperature: float
+) -> dict[str, Any]:
+    count = len(job.prompts)
+    answers: list[TimedAnswer] = []
+    meter.begin()
+    while len(answers) < count:
+        seeds = [(len(answers) + index) % count for index in range(job.batch)]
+        prompts = [job.prompts[seed] for seed in seeds]
+        answers += engine.ask(prompts, job.max_tokens, temperature, seeds)
+    return {
+        "temperature": temperature,
+        "answers": [asdict(answer) for answer in answers],
+        "joules": meter.end(),
+    }
 
 
 def main(job_file: Path, result_file: Path) -> None:

@@ -118,8 +118,9 @@ def bench(
     modes: Annotated[
         str,
         typer.Option(
-            help="Of plain, subspec, chain, subspec-4bit, no-post, ngram, suffix, "
-            "draft_model, vllm; plain is the reference."
+            help="Of plain, subspec, chain, subspec-4bit, no-post, ngram, suffix, vllm, flexgen, "
+            "leviathan, mlspecqd, specinfer, specexec; or peers, for these; or ladder, for one "
+            "piece of SubSpec more from row to row. plain is the reference."
         ),
     ] = "plain,subspec",
     max_tokens: Annotated[int, typer.Option(min=8, help="New tokens per prompt.")] = 96,
@@ -128,7 +129,7 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds over all modes.")] = 1,
     max_model_len: Annotated[int, typer.Option(min=64, help="Positions of the KV cache.")] = 1024,
-    draft_model: Annotated[Path | None, typer.Option(help="The draft of mode draft_model.")] = None,
+    draft_model: Annotated[Path | None, typer.Option(help="The draft of mode leviathan.")] = None,
     options: Annotated[str, typer.Option(help="SubSpec options of every mode, as JSON.")] = "{}",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="F", help="Write everything here.")
@@ -136,6 +137,12 @@ def bench(
     timeline: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Draw one decode cycle into this folder.")
     ] = None,
+    temperatures: Annotated[
+        str, typer.Option(help="Ask at each of these, from seeds above 0: 0,0.6.")
+    ] = "0",
+    aa: Annotated[
+        bool, typer.Option("--aa", help="Run subspec again in each round: the noise floor.")
+    ] = False,
 ) -> None:
     """Compare ways to serve on one memory budget; exit status 1: a token was wrong."""
     from vllm_subspec.tools.bench_command import Request, run_and_report
@@ -154,6 +161,8 @@ def bench(
         options,
         json_file,
         timeline,
+        temperatures,
+        aa,
     )
     if not run_and_report(request, typer.echo):
         raise typer.Exit(1)
