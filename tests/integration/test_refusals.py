@@ -190,6 +190,7 @@ def test_cuda_runs_for_those_who_say_so(llama: str) -> None:
         ({"memory_budget": "8GiB"}, {}, "set resident_layers"),
         ({"stream": "disk"}, {}, "pinned host RAM is the slow tier of a GPU"),
         ({"stream_dir": "/tmp"}, {}, "leave out stream_dir"),
+        ({"share_kv": False}, {}, "an experiment for CPUs"),
         ({}, {"tensor_parallel_size": 2}, "several GPUs are untried"),
         ({}, {"async_scheduling": True}, "--async-scheduling"),
     ],

@@ -117,6 +117,11 @@ def _refused_platforms(args: Any, config: SubSpecConfig) -> _Refusals:
         )
         return
     yield (
+        not config.share_kv,
+        "share_kv = false on CUDA",
+        "a draft with a context of its own is an experiment for CPUs",
+    )
+    yield (
         config.memory_budget is not None,
         "memory_budget on CUDA",
         "plans rest on figures of CPUs yet; set resident_layers, and --gpu-memory-utilization",
