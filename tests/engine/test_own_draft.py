@@ -52,7 +52,7 @@ def test_resident_layers_have_shadows_of_their_own(engine):
 
 def test_the_context_in_pieces_is_the_context_at_once(engine, prompts, monkeypatch):
     drafter = engine.runner.speculation.drafter
-    own, last = drafter._own, []
+    own, last = drafter.forward._own, []
     draft = drafter.draft
 
     def watch(requests, *args):
@@ -81,7 +81,7 @@ def test_the_context_in_pieces_is_the_context_at_once(engine, prompts, monkeypat
     own.forget(request.req_id)
     for cache in own.caches:
         cache.zero_()
-    drafter._compute_context(own, request)
+    drafter.forward._compute_context(own, request)
     assert in_pieces.abs().amax(-1).min() > 0
     # The shadow's kernel rounds activations to int8.
     torch.testing.assert_close(in_pieces, kept(), rtol=0, atol=0.05 * float(in_pieces.abs().max()))

@@ -61,11 +61,11 @@ def test_ways_to_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: i
             assert [mode.name for mode in modes] == ["plain", "subspec"]
             assert work.budget_bytes == 10**9
 
-        def run(self, say: Any) -> dict[str, Any]:
+        def rounds(self, say: Any) -> Iterator[dict[str, Any]]:
             gate = {"modes": {"subspec": {"wrong_tokens": wrong}}, "passed": not wrong}
             speeds = {"plain": 2.0, "subspec": 8.0}
             modes = {n: {"decode_tokens_per_s": {"median": s}} for n, s in speeds.items()}
-            return {"gate": gate} | ({} if wrong else {"modes": modes})
+            yield {"gate": gate} | ({} if wrong else {"modes": modes})
 
     monkeypatch.setattr(pareto, "replay_engine", engine)
     monkeypatch.setattr(pareto, "in_own_process", lambda work, *args: work(*args))

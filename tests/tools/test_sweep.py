@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -207,7 +207,7 @@ def test_planned_bits_and_measured_points(
             modes.extend(asked)
             assert work.budget_bytes == 10**9
 
-        def run(self, say: Any) -> dict[str, Any]:
+        def rounds(self, say: Any) -> Iterator[dict[str, Any]]:
             figures = (
                 "decode_tokens_per_s",
                 "acceptance_length",
@@ -215,7 +215,7 @@ def test_planned_bits_and_measured_points(
                 "target_pass_ms",
             )
             told = {name: {"median": 2.0} for name in figures}
-            return {"gate": {"passed": True}, "modes": {mode.name: told for mode in modes}}
+            yield {"gate": {"passed": True}, "modes": {mode.name: told for mode in modes}}
 
     monkeypatch.setattr(sweep, "Bench", Bench)
     file = tmp_path / "sweep.jsonl"

@@ -90,7 +90,8 @@ class Pareto:
             self.new_tokens,
             max_model_len=512,
         )
-        report = Bench(work, [MODES[name] for name in _STREAMED], 1, False).run(say)
+        bench = Bench(work, [MODES[name] for name in _STREAMED], 1, False)
+        [report] = bench.rounds(say)
         gate = report["gate"]["modes"]["subspec"]
         modes = report.get("modes", {})  # no speed of wrong tokens
         return [

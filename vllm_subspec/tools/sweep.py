@@ -125,7 +125,7 @@ class Sweep:
             self.model, self.budget_bytes, tuple(self.prompts), self.new_tokens, max_model_len=512
         )
         modes = [Mode(name, name, _options(record)) for name, record in chosen.items()]
-        report = Bench(work, [MODES["plain"], *modes], 1, False).run(say)
+        [report] = Bench(work, [MODES["plain"], *modes], 1, False).rounds(say)
         if not report["gate"]["passed"]:
             say("the gate is red, so no measured speed is told")
             return
