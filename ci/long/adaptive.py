@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from vllm_subspec.statistics import Statistics, total
+from vllm_subspec.tools.bench_command import parse_options
 from vllm_subspec.tools.prompts import PROMPTS
 from vllm_subspec.tools.provenance import provenance
 
@@ -59,7 +60,7 @@ def measure(given: argparse.Namespace) -> dict[str, Answers]:
     from vllm_subspec.integration.offline import LLM, SamplingParams
     from vllm_subspec.integration.stats import stats
 
-    options = {"method": "subspec", "memory_budget": given.budget}
+    options = {"method": "subspec", "memory_budget": given.budget, **parse_options(given.options)}
     llm = LLM(
         str(given.model),
         dtype=given.dtype,
@@ -116,6 +117,7 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-model-len", type=int, default=320)
+    parser.add_argument("--options", default="{}", help='SubSpec\'s others, as JSON: {"bits": 4}')
     parser.add_argument("--json", type=Path, help="write everything here too")
     given = parser.parse_args()
     found = measure(given)
