@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subspec_kernels.kv_cache import cache_halves, gather_slots, move_slots, paged_views
+from subspec_kernels.kv_cache import cache_halves, gather_slots, paged_views
+from subspec_kernels.kv_compact import CacheViews, kv_compact
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,6 +36,12 @@ def write(cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: 
             for d in range(dim):
                 memory[where, head, d * block + offset] = keys[row, head, d]
                 memory[where, head, block * dim + offset * dim + d] = values[row, head, d]
+
+
+def move_slots(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """As the engine moves rows: keys and values are strided alike in no two ways."""
+    for view in paged_views(cache):
+        kv_compact(CacheViews([view]), source[None], target[None])
 
 
 def untouched(cache: torch.Tensor, slots: list[int]) -> bool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from subspec_kernels.kv_compact import CacheViews, kv_compact
-
 
 def cache_halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the keys [blocks, kv_heads, dim, block] and values [blocks, kv_heads, block, dim].
@@ -61,16 +59,3 @@ def gather_slots(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor
     keys, values = cache_halves(cache)
     blocks, offsets = slots // block, slots % block
     return keys[blocks, :, :, offsets], values[blocks, :, offsets]
-
-
-def move_slots(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy rows between slots; overlaps are safe, since all rows are read before one is written.
-
-    Args:
-        cache: [blocks, kv_heads, block, 2 * dim], written in place.
-        source: int64 [n] slots to read.
-        target: int64 [n] distinct slots to write.
-    """
-    keys, values = cache_halves(cache)
-    for rows in (keys.permute(0, 3, 1, 2), values.transpose(1, 2)):
-        kv_compact(CacheViews([rows]), source[None], target[None])
