@@ -22,7 +22,8 @@ from vllm_subspec.shadow import formats, quantizers
 
 AUTO = st.sampled_from([None, "auto"])
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {
-    "preset": st.sampled_from([None, *PRESETS]),
+    # mlspecqd has MXFP4, which goes with no budget and with one size of groups.
+    "preset": st.sampled_from([None, *sorted(PRESETS.keys() - {"mlspecqd"})]),
     "memory_budget": AUTO | st.sampled_from(["8GiB", "70%"]) | st.floats(0, 1) | st.integers(0),
     "width": AUTO | st.integers(1, 32),
     "depth": AUTO | st.integers(1, 256),
@@ -31,6 +32,8 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "noise_coupling": st.booleans(),
     "adaptive_depth": st.booleans(),
     "post_speculation": st.booleans(),
+    "share_layers": st.booleans(),
+    "share_kv": st.booleans(),
     "bits": AUTO | st.sampled_from([4, 6, 8]),
     "group_size": st.sampled_from([32, 64, 128, 256]),
     "quantizer": st.sampled_from(["hqq", "rtn"]),
@@ -117,6 +120,8 @@ WRONG: dict[str, list[Any]] = {
     "noise_coupling": [1, "true", None],
     "adaptive_depth": [0, "no", None],
     "post_speculation": [1, "yes", None],
+    "share_layers": ["yes", 1],
+    "share_kv": ["no", 0],
     "bits": [1, 5, 16, "4", "fp4", True],
     "group_size": [0, 16, 48, 100, 512, "64"],
     "quantizer": ["awq", "", None],

@@ -297,3 +297,15 @@ def test_json_that_is_no_placement(change: dict[str, Any], reason: str) -> None:
 
 def test_a_placement_by_count_round_trips_too() -> None:
     assert Placement.from_json(place(4, 1, 2).to_json()) == place(4, 1, 2)
+
+
+def test_a_draft_apart_has_a_shadow_of_every_unit_and_pays_for_it() -> None:
+    budget = smallest(EVEN, bits=4) + 12_000_000
+    apart, shared = (planned(EVEN, budget, bits=4, share_layers=share) for share in (False, True))
+    assert (apart.bits, apart.head_bits) == ((4,) * 8, 4)
+    units = [*EVEN.layers, EVEN.head]
+    [shadows] = [item.bytes for item in apart.memory if item.name == "shadows"]
+    assert shadows == sum(shadow_bytes(unit, 4) for unit in units if unit is not None)
+    assert 0 < 8 - len(apart.streamed) < 8 - len(shared.streamed)
+    assert apart.total_bytes <= budget
+    assert shared.bits[-1] is None

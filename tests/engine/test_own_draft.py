@@ -66,24 +66,24 @@ def test_the_context_in_pieces_is_the_context_at_once(engine, prompts, monkeypat
     [request] = last
     positions = torch.arange(request.num_context)
 
-    def kept():
-        views = [
-            view[
-                request.block_tables[0][positions // view.shape[1]].long(),
-                positions % view.shape[1],
-            ]
-            for layer, cache in zip(own._layers, own.caches, strict=True)
-            for view in layer.impl.cache_views(cache)
-        ]
-        return torch.stack(views)
+    def kept(caches):
+        blocks, found = request.block_tables[0], []
+        for layer, cache in zip(own._layers, caches, strict=True):
+            for view in layer.impl.cache_views(cache):
+                size = view.shape[1]
+                found.append(view[blocks[positions // size].long(), positions % size])
+        return torch.stack(found)
 
-    in_pieces = kept()
+    def off(a, b):
+        return float((a - b).norm() / b.norm())
+
+    in_pieces = kept(own.caches)
     own.forget(request.req_id)
     for cache in own.caches:
         cache.zero_()
     drafter.forward._compute_context(own, request)
-    assert in_pieces.abs().amax(-1).min() > 0
-    # The shadow's kernel rounds activations to int8.
-    torch.testing.assert_close(in_pieces, kept(), rtol=0, atol=0.05 * float(in_pieces.abs().max()))
+    assert off(in_pieces, kept(own.caches)) < 0.02  # activations are rounded to int8
+    of_target = kept([layer.kv_cache for layer in own._layers])
+    assert 1e-3 < off(in_pieces, of_target) < 0.1  # what 8 bits make of them: no copy
     engine.finish()
     assert own.requests == {request.req_id}  # until the next step, which tells the runner
