@@ -93,11 +93,6 @@ class DraftForward:
         self._scratch.begin(self._heads, len(requests), num_slots)
         self.take_context(requests)
 
-    @property
-    def replayed_steps(self) -> int:
-        """Steps that ran by graph since start."""
-        return 0 if self._graphs is None else self._graphs.replayed_steps
-
     def go_on(self, requests: Sequence[InContext], rerooting: Rerooting, width: int) -> None:
         """Go on with the growth below an accepted path."""
         self._scratch.move_down(rerooting, width)
