@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from vllm.config import get_layers_from_vllm_config
@@ -143,6 +144,7 @@ class _Replayer:
             num_context=num_prompt + root,
             max_depth=self._depth,
             depth_cap=None,
+            tokens=np.asarray(tokens, np.int32),
             output=tokens[num_prompt : num_prompt + root + 1],
             generator=self._generator(params[row], root + 1),
             block_tables=[table.block_table.gpu[row] for table in batch.block_table.block_tables],
