@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 import torch
+from subspec_kernels.grow_mask import unpack_mask
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
@@ -165,9 +166,10 @@ def draft(model: Model, root: int, cache: Cache, sampler: Sampler, shape: TreeSh
     """Grow a tree on the shadow. Its KV goes to a scratch: ``cache`` stays as it is."""
     scratch, context = list(cache), cache[0].shape[2]
 
-    def forward(tokens: Tensor, level: int, mask: Tensor) -> Tensor:
+    def forward(tokens: Tensor, level: int, words: Tensor) -> Tensor:
+        mask = unpack_mask(words[0], 1 + level * tokens.shape[1])
         positions = torch.full_like(tokens[0], context + level)
-        return model.forward(tokens[0], positions, mask[0], scratch, draft=True)[None]
+        return model.forward(tokens[0], positions, mask, scratch, draft=True)[None]
 
     def rank(logits: Tensor, level: int, history: Tensor) -> Tensor:
         return sampler.scores(logits[0], torch.full((logits.shape[1],), level))[None]

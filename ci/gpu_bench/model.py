@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import sqrt
 
 import torch
-from subspec_kernels.grow_mask import pack_mask
 from subspec_kernels.kv_compact import CacheViews
 from subspec_kernels.lowbit_linear import lowbit_linear
 from subspec_kernels.tree_attention import tree_attention
@@ -105,10 +104,10 @@ class SyntheticModel:
         """Free the stream."""
         self.streamer.close()
 
-    def draft(self, tokens: Tensor, level: int, mask: Tensor) -> Tensor:
+    def draft(self, tokens: Tensor, level: int, words: Tensor) -> Tensor:
         """A level's logits: ``vllm_subspec.draft.growth.DraftForward``, all shapes static."""
-        count, filled = tokens.shape[1], mask.shape[2]
-        words = pack_mask(mask)
+        count = tokens.shape[1]
+        filled = 1 + level * count
         positions = self._context.long() + level + self._zeros[:count]
         x = embedding(tokens[0], self._head)
         for layer in range(self.shape.layers):

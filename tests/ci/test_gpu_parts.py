@@ -39,7 +39,7 @@ def test_what_counts_as_far(script: Any, out: list[float], is_far: bool) -> None
 def test_forced_draws_commit_that_many_tokens(script: Any) -> None:
     generator = torch.Generator().manual_seed(0)
 
-    def forward(tokens: torch.Tensor, level: int, mask: torch.Tensor) -> torch.Tensor:
+    def forward(tokens: torch.Tensor, level: int, words: torch.Tensor) -> torch.Tensor:
         return torch.randn(*tokens.shape, 50, generator=generator)
 
     growth = Growth(forward, torch.tensor([7]), width=3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subspec_kernels.grow_mask import pack_mask, unpack_mask
 
 from vllm_subspec.draft.growth import Growth, Rerooting, grow
 from vllm_subspec.draft.tree import Tree, TreeShape
@@ -39,7 +40,11 @@ class PathModel:
         values = [random.gauss(0, 2) for _ in range(self.vocab)]
         return [-math.inf if random.random() < self.barred else value for value in values]
 
-    def forward(self, tokens, level, mask):
+    def forward(self, tokens, level, words):
+        num_slots = 1 + level * tokens.shape[1]
+        assert words.shape == (*tokens.shape, -(-num_slots // 64))
+        mask = unpack_mask(words, num_slots)
+        assert words.equal(pack_mask(mask)), "bits of slots that are not filled"
         self.calls.append((level, tuple(tokens.shape), tuple(mask.shape)))
         assert (self.slots is None) == (level == 0)
         self.slots = tokens if self.slots is None else torch.cat([self.slots, tokens], 1)
@@ -176,7 +181,7 @@ def test_rank_sees_each_nodes_own_path_and_decides(shape, seed):
         rows = [model.logits((root, *path)) for path in history[0].tolist()]
         return torch.tensor([rows])
 
-    def blank(tokens, level, mask):
+    def blank(tokens, level, words):
         return torch.zeros(1, tokens.shape[1], 5)
 
     tree = grow(blank, torch.tensor([root]), shape, 0.5, rank)[0]
@@ -196,7 +201,7 @@ def test_forward_runs_once_a_level_on_the_promised_shapes(width):
 
 
 def test_equal_scores_go_to_the_lower_parent_then_the_lower_token():
-    def flat(tokens, level, mask):
+    def flat(tokens, level, words):
         return torch.zeros(*tokens.shape, 50)
 
     tree = grow(flat, torch.tensor([9]), TreeShape(3, 2))[0]
@@ -213,7 +218,7 @@ def test_sharpening_follows_the_better_path_deeper():
         1: [9.0, 0.0] + [0.0] * 48,
     }
 
-    def forward(tokens, level, mask):
+    def forward(tokens, level, words):
         return torch.tensor([[after[token] for token in tokens[0].tolist()]])
 
     def last_level(temperature):
@@ -224,7 +229,7 @@ def test_sharpening_follows_the_better_path_deeper():
 
 
 def test_all_tokens_barred_gives_an_empty_tree():
-    def forward(tokens, level, mask):
+    def forward(tokens, level, words):
         return torch.full((*tokens.shape, 40), -math.inf)
 
     tree = grow(forward, torch.tensor([0]), TreeShape(2, 3))[0]
@@ -234,7 +239,7 @@ def test_all_tokens_barred_gives_an_empty_tree():
 
 def test_half_precision_logits_are_scored_in_float32():
     logits = torch.randn(1, 1, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
-    tree = grow(lambda tokens, level, mask: logits, torch.tensor([0]), TreeShape(4, 1), 0.2)[0]
+    tree = grow(lambda tokens, level, words: logits, torch.tensor([0]), TreeShape(4, 1), 0.2)[0]
     expected = (logits[0, 0].double() / 0.2).log_softmax(-1)
     assert tree.scores.tolist() == pytest.approx(expected[tree.tokens].tolist(), rel=1e-5)
 
@@ -254,8 +259,8 @@ class Pair:
         self.growth = Growth(forward, torch.tensor([root]), width, 0.5)
         self.growth.rank = self.rank if by_rank else None
 
-    def blank(self, tokens, level, mask):
-        return torch.zeros_like(self.model.forward(tokens, level, mask))
+    def blank(self, tokens, level, words):
+        return torch.zeros_like(self.model.forward(tokens, level, words))
 
     def rank(self, logits, level, history):
         assert history.shape == (1, logits.shape[1], level)
@@ -319,7 +324,7 @@ def test_a_followed_growth_equals_exhaustive_search(
             pair.follow(nodes[todo % len(nodes)][0])
 
 
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [1, 4, 20])  # the last fills more than a word
 @pytest.mark.parametrize("levels", [1, 2, 5, 6])
 def test_growth_goes_on_below_the_best_path_of_any_depth(width, levels):
     pair = Pair(PathModel(50, seed=2), 3, width)
@@ -360,7 +365,7 @@ def test_an_exhausted_growth_is_kept_and_starts_over_at_its_end():
             logits[0, history[0, :, 0] == 1] = -math.inf
         return logits
 
-    def flat(tokens, level, mask):
+    def flat(tokens, level, words):
         return torch.zeros(*tokens.shape, 2)
 
     growth = Growth(flat, torch.tensor([0]), 20, rank=rank)
@@ -382,7 +387,7 @@ def test_an_exhausted_growth_is_kept_and_starts_over_at_its_end():
 
 
 def test_a_path_to_a_node_without_children_leaves_an_empty_tree():
-    def forward(tokens, level, mask):
+    def forward(tokens, level, words):
         logits = torch.zeros(*tokens.shape, 2)
         logits[tokens == 1] = -math.inf
         return logits

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from subspec_kernels.grow_mask import unpack_mask
 
 from vllm_subspec.draft.growth import Growth
 from vllm_subspec.draft.replay import Pass, replay
@@ -24,10 +25,11 @@ class Toy:
         context = self.tokens[: self.num_prompt + root + 1]
         scratch = list(self.model.prefill(context))
 
-        def forward(tokens: torch.Tensor, level: int, mask: torch.Tensor) -> torch.Tensor:
+        def forward(tokens: torch.Tensor, level: int, words: torch.Tensor) -> torch.Tensor:
             self.steps += 1
+            mask = unpack_mask(words[0], 1 + level * tokens.shape[1])
             positions = torch.full_like(tokens[0], len(context) - 1 + level)
-            return self.model.forward(tokens[0], positions, mask[0], scratch, draft=True)[None]
+            return self.model.forward(tokens[0], positions, mask, scratch, draft=True)[None]
 
         return Growth(forward, torch.tensor(context[-1:]), self.width)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subspec_kernels.grow_mask import unpack_mask
+from subspec_kernels.grow_mask import pack_mask, unpack_mask
 
 from vllm_subspec.draft.graphs import StepShape
 from vllm_subspec.draft.growth import Growth, Rerooting
@@ -53,7 +53,7 @@ class Twin:
             slots += nodes
             self.last[request] = nodes
         seen = [[[s in n.sees for s in slots] for n in slots[-width:]] for slots in self.slots]
-        self.scratch.advance(self.level, torch.tensor(seen))
+        self.scratch.advance(self.level, pack_mask(torch.tensor(seen)))
         assert self.scratch.levels.dtype == torch.int32
         assert self.scratch.levels.tolist() == [[self.level] * width for _ in self.slots]
         for layer, (heads, dim) in enumerate(LAYERS):
@@ -126,8 +126,8 @@ class AsPlain(StaticScratch):
         super().__init__(torch.float32, torch.device("cpu"))
         self.reserve(LAYERS, 1, num_slots, WINDOWS)
 
-    def advance(self, level: int, nodes: torch.Tensor) -> Tensors:
-        inputs = super().advance(level, nodes)
+    def advance(self, level: int, words: torch.Tensor) -> Tensors:
+        inputs = super().advance(level, words)
         self.take({name: given.clone() for name, given in inputs.items()})
         return inputs
 
@@ -203,8 +203,8 @@ def test_a_growth_tells_how_to_move(width: int) -> None:
     above = [8]  # the root and what was committed before it
     spelt: set[tuple[int, ...]] = set()
 
-    def forward(tokens: torch.Tensor, level: int, mask: torch.Tensor) -> torch.Tensor:
-        scratch.advance(level, mask)
+    def forward(tokens: torch.Tensor, level: int, words: torch.Tensor) -> torch.Tensor:
+        scratch.advance(level, words)
         keys, values = scratch.append(0, tokens.view(-1, 1, 1), -tokens.view(-1, 1, 1))
         assert torch.equal(keys, -values)
         seen = [tuple(keys[0, 0, row, 0].int().tolist()) for row in scratch.mask(0)[0]]
@@ -253,7 +253,7 @@ def test_static_levels_share_shapes() -> None:
     shapes: dict[StepShape, set[Any]] = {}
     for level in range(21):
         seen = torch.ones(1, 3 if level else 1, 1 + 3 * level, dtype=torch.bool)
-        inputs = scratch.advance(level, seen)
+        inputs = scratch.advance(level, pack_mask(seen))
         kinds = frozenset((name, given.shape, given.dtype) for name, given in inputs.items())
         shapes.setdefault(scratch.shape, set()).add(kinds)
     assert [shape.num_slots for shape in shapes] == [1, 25, 49, 97]
@@ -292,7 +292,7 @@ def test_more_room_than_nodes() -> None:
 def test_rows_are_kept_in_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     scratch = new_scratch(dtype)
     scratch.begin(LAYERS, 1, 1)
-    scratch.advance(0, torch.ones(1, 1, 1, dtype=torch.bool))
+    scratch.advance(0, torch.ones(1, 1, 1, dtype=torch.int64))
     key = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     keys, values = scratch.append(0, key, -key)
     assert keys.dtype == values.dtype == dtype
@@ -303,7 +303,7 @@ def test_rows_are_kept_in_the_dtype_of_the_model(dtype: torch.dtype) -> None:
 def test_layers_keep_their_own_rows() -> None:
     scratch = new_scratch()
     scratch.begin(LAYERS, 1, 2)
-    scratch.advance(0, torch.ones(1, 1, 1, dtype=torch.bool))
+    scratch.advance(0, torch.ones(1, 1, 1, dtype=torch.int64))
     rows = []
     for layer, (heads, dim) in enumerate(LAYERS):
         row = torch.full((1, heads, dim), float(layer + 1))

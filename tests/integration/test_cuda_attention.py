@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from subspec_kernels import tree_attention
+from subspec_kernels.grow_mask import pack_mask
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
@@ -303,7 +304,7 @@ def test_drafts_see_their_context_and_their_ancestors(backend: str, window: int 
         m = len(parents)
         of_parents = mask[:, parents] if level else mask
         mask = torch.cat([of_parents, torch.eye(m, dtype=torch.bool).expand(2, -1, -1)], 2)
-        scratch.advance(level, mask)
+        scratch.advance(level, pack_mask(mask))
         query, key, value = (normal(2 * m, n * DIM) for n in (case.heads, 2, 2))
         found = draft_attention(layer, layer.kv_cache, query, key, value, context, 1, scratch, 1)
         for request in range(2):

@@ -1,4 +1,4 @@
-"""Packed ancestor masks: against sets of slots, against a growth's own masks, and in Triton."""
+"""Packed ancestor masks: against sets of slots, and in Triton."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from subspec_kernels.grow_mask import grow_mask, pack_mask, reference, unpack_mask
-
-from vllm_subspec.draft.growth import Growth
 
 
 @pytest.fixture(autouse=True)
@@ -90,24 +88,6 @@ def test_any_strides_and_no_requests(function, device: torch.device) -> None:
     expected = reference.grow_mask(words.cpu().contiguous(), parents.T.contiguous(), 100)
     assert torch.equal(found.cpu(), expected)
     assert function(words[:0], parents.to(device).T[:0], 100).shape == (0, 5, 3)
-
-
-def test_it_gives_the_masks_of_a_growth(device: torch.device) -> None:
-    """``Growth`` keeps them as booleans, for attention on CPU: the same rows, level by level."""
-    masks = []
-
-    def forward(tokens: torch.Tensor, level: int, mask: torch.Tensor) -> torch.Tensor:
-        masks.append(mask)
-        generator = torch.Generator().manual_seed(level)
-        return torch.randn(*tokens.shape, 50, generator=generator)
-
-    growth = Growth(forward, torch.tensor([1, 2]), width=7, draft_temperature=2.0)
-    words = torch.zeros(2, 1, 2, dtype=torch.int64, device=device)
-    for level in range(12):
-        last = growth._levels[-1] if level else growth._root
-        words = by_triton(words, last.parents.to(device), 1 + 7 * (level - 1) if level else 0)
-        growth.step()
-        assert torch.equal(unpack_mask(words.cpu(), masks[-1].shape[-1]), masks[-1])
 
 
 WORDS, PARENTS = torch.zeros(2, 3, 2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64)

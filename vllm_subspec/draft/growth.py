@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from subspec_kernels.grow_mask import WORD_BITS, grow_mask, pack_mask, unpack_mask
 from subspec_kernels.sharpened_topk import sharpened_topk
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_subspec.draft.tree import Tree, TreeShape
 from vllm_subspec.errors import ConfigError
@@ -20,18 +22,19 @@ DEAD = -math.inf  # score of a place in a level that no candidate could fill
 class DraftForward(Protocol):
     """Runs the draft model on one level of every request's tree."""
 
-    def __call__(self, tokens: Tensor, level: int, mask: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, level: int, words: Tensor) -> Tensor:
         """Return the draft's logits, float [B, m, V].
 
         The callee keeps keys and values in scratch slots: slot 0 is the root's, slot
         1 + (l - 1) * width + j that of node j of level l. It attends to the request's context
-        and, among the slots, to what ``mask`` allows.
+        and, among the slots, to what ``words`` allow.
 
         Args:
             tokens: int64 [B, m]; level 0 holds the roots (m = 1), later levels m = width nodes.
             level: how far below the root the tokens are; their position is the root's + level.
-            mask: bool [B, m, s], s = slots filled, this level's own included (the last m).
-                True at the node itself and at its ancestors, root included.
+            words: int64 [B, m, ceil(s / 64)], s = 1 + level * m slots filled, this level's own
+                included (the last m). Packed as ``subspec_kernels.grow_mask`` has it, the bits
+                set at the node itself and at its ancestors, root included.
         """
 
 
@@ -99,13 +102,18 @@ class Growth:
             torch.zeros_like(roots[:, None]),  # the root's own parent is never seen
             torch.zeros(batch, 1, device=roots.device),
         )
-        self._mask = torch.ones(batch, 1, 0, dtype=torch.bool, device=roots.device)
+        self._words = torch.zeros(batch, 1, 0, dtype=torch.int64, device=roots.device)
         self._path = roots.new_empty(batch, 1, 0)
 
     @property
     def depth(self) -> int:
         """Levels grown so far."""
         return len(self._levels)
+
+    @property
+    def _num_slots(self) -> int:
+        """Scratch slots filled so far: the last level has still to go through the forward."""
+        return 1 + (self.depth - 1) * self.width if self._levels else 0
 
     def doubts(self) -> list[float]:
         """Of each request's last level, as ``Tree.doubts`` has it; 0 at the root.
@@ -119,14 +127,20 @@ class Growth:
         """Grow one level, by one forward for the whole batch."""
         level = self.depth
         last = self._levels[-1] if self._levels else self._root
-        mask = torch.cat([_of_parents(self._mask, last.parents), _own_slots(last.tokens)], -1)
         path = torch.cat([_of_parents(self._path, last.parents), last.tokens[..., None]], -1)
-        values = self._forward(last.tokens, level, mask)
+        words = self._words_below(last)
+        values = self._forward(last.tokens, level, words)
         if self.rank is not None:
             values = self.rank(values, level, path[..., 1:])
         best = sharpened_topk(values, last.scores, self.width, self._temperature)
         self._levels.append(_Level(*best))
-        self._mask, self._path = mask, path
+        self._words, self._path = words, path
+
+    def _words_below(self, last: _Level) -> Tensor:
+        first = self._num_slots
+        num_words = -(-(first + last.tokens.shape[1]) // WORD_BITS)
+        above = pad(self._words, (0, num_words - self._words.shape[2]))
+        return grow_mask(above, last.parents, first)
 
     def trees(self, max_nodes: int | None = None) -> list[Tree]:
         """The trees so far, each cut to its ``max_nodes`` best nodes; on the CPU.
@@ -177,8 +191,9 @@ class Growth:
             return Rerooting(visited, None)
         slot = 1 + (visited - 1) * self.width + row
         first = 1 + visited * self.width
+        mask = unpack_mask(self._words, self._num_slots)
+        self._words = pack_mask(torch.cat([mask[..., slot : slot + 1], mask[..., first:]], -1))
         self._keep_below(visited, row)
-        self._mask = torch.cat([self._mask[..., slot : slot + 1], self._mask[..., first:]], -1)
         self._path = self._path[..., visited:]
         return Rerooting(visited, slot)
 
@@ -268,8 +283,3 @@ def _of_parents(state: Tensor, parents: Tensor) -> Tensor:
     if state.shape[1] == 1:  # below the root and in a chain there is one parent only
         return state.expand(-1, width, -1)
     return state.gather(1, parents[..., None].expand(-1, -1, length))
-
-
-def _own_slots(tokens: Tensor) -> Tensor:
-    batch, count = tokens.shape
-    return torch.eye(count, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)

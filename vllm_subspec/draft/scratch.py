@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from subspec_kernels.grow_mask import pack_mask, unpack_mask
 from torch import Tensor
 
 from vllm_subspec.draft.growth import Rerooting
@@ -48,20 +49,25 @@ class DraftScratch:
         self._masks: dict[int, Tensor] = {}
         self._end = 0
 
-    def advance(self, level: int, nodes: Tensor) -> Tensors:
-        """Start a level: ``nodes`` is bool [requests, m, slots so far, the level's m included].
+    def advance(self, level: int, words: Tensor) -> Tensors:
+        """Start a level.
+
+        Args:
+            level: how far below the root it is.
+            words: int64 [requests, m, words], as ``DraftForward`` gets them: what the level's
+                nodes see of the slots so far, their own included.
 
         Returns:
             What differs between two steps of a shape, for ``take``: nothing here, where each step
             is what Python makes of it.
         """
-        m = nodes.shape[1]
+        m = words.shape[1]
         self.levels = self._levels.new_full((self.num_requests, m), level)
-        self._nodes = nodes
+        self._words = words
         self._level = level
         self._levels = torch.cat([self._levels, self.levels[0]])
         self._masks = {}
-        self._start, self._end = nodes.shape[2] - m, nodes.shape[2]
+        self._start, self._end = self._end, self._end + m
         return {}
 
     def take(self, inputs: Tensors) -> None:
@@ -98,9 +104,13 @@ class DraftScratch:
             window: positions a query may look back over, itself included; below 1: no limit.
         """
         if window not in self._masks:
-            near = self._levels > self._level - window
-            self._masks[window] = self._nodes & near if window > 0 else self._nodes
+            self._masks[window] = unpack_mask(self._words_within(window), self._end)
         return self._masks[window]
+
+    def _words_within(self, window: int) -> Tensor:
+        if window < 1:
+            return self._words
+        return self._words & pack_mask(self._levels > self._level - window)
 
     def move_down(self, rerooting: Rerooting, width: int) -> None:
         """The growth went on below a node: its slots come to the front, the others are dropped.

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from subspec_kernels.grow_mask import pack_mask
+from subspec_kernels.grow_mask import WORD_BITS
 from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_subspec.draft.graphs import StepShape
 from vllm_subspec.draft.scratch import DraftScratch, Tensors
-
-_WORD_BITS = 64
 
 
 class StaticScratch(DraftScratch):
@@ -64,19 +62,19 @@ class StaticScratch(DraftScratch):
             self._loose = self._buffer
         self._spanned_slots, self.num_slots = self.num_slots, num_slots
 
-    def advance(self, level: int, nodes: Tensor) -> Tensors:
-        super().advance(level, nodes)
-        width = nodes.shape[1]
+    def advance(self, level: int, words: Tensor) -> Tensors:
+        super().advance(level, words)
+        width = words.shape[1]
         most_levels = (self._spanned_slots - 1) // width
         self.shape = StepShape.of(self.num_requests, width, level, most_levels)
-        words = -(-self.shape.num_slots // _WORD_BITS)
+        num_words = -(-self.shape.num_slots // WORD_BITS)
         inputs = {
             "levels": self.levels,
-            "slots": torch.arange(self._start, self._end, device=nodes.device),
+            "slots": torch.arange(self._start, self._end, device=words.device),
         }
         for window in self._windows:
-            packed = pack_mask(super().mask(window))
-            inputs[_mask_name(window)] = pad(packed, (0, words - packed.shape[2]))
+            seen = self._words_within(window)
+            inputs[_mask_name(window)] = pad(seen, (0, num_words - seen.shape[2]))
         return inputs
 
     def take(self, inputs: Tensors) -> None:

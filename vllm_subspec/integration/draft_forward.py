@@ -140,13 +140,13 @@ class DraftForward:
             self._scratch = scratch
         own.keep(request.req_id, positions, [request.block_tables[i] for i in self._groups])
 
-    def __call__(self, tokens: torch.Tensor, level: int, mask: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, level: int, words: torch.Tensor) -> torch.Tensor:
         # vLLM's C++ kernels read positions as a dense array: an expanded view would not do.
         positions = (self._root_positions + level).expand_as(tokens).flatten().contiguous()
         inputs = {
             "tokens": tokens.flatten().contiguous(),
             "positions": positions,
-            **self._scratch.advance(level, mask),
+            **self._scratch.advance(level, words),
             **self._context_inputs,
         }
         logits = self._run(inputs)["logits"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from subspec_kernels.grow_mask import pack_mask
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_subspec.draft.scratch import DraftScratch, Tensors
@@ -49,7 +50,8 @@ class OwnContext:
         count = len(positions)
         heads = [(layer.num_kv_heads, layer.head_size) for layer in self._layers]
         self.scratch.begin(heads, 1, count)
-        return self.scratch.advance(0, torch.ones(1, count, count, dtype=torch.bool).tril())
+        causal = torch.ones(1, count, count, dtype=torch.bool).tril()
+        return self.scratch.advance(0, pack_mask(causal))
 
     def keep(self, req_id: str, positions: range, tables: Sequence[torch.Tensor]) -> None:
         """Store what that forward computed.

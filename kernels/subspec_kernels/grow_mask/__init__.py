@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from subspec_kernels.grow_mask import reference
-from subspec_kernels.grow_mask.reference import pack_mask, unpack_mask
+from subspec_kernels.grow_mask.reference import WORD_BITS, pack_mask, unpack_mask
 
-__all__ = ["grow_mask", "pack_mask", "unpack_mask"]
+__all__ = ["WORD_BITS", "grow_mask", "pack_mask", "unpack_mask"]
 
 
 def grow_mask(words: torch.Tensor, parents: torch.Tensor, first_slot: int) -> torch.Tensor:
